@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.drafts import may_spoil_chunk_ends, why_a_block_less
+from lmcache_hybrid.config.drafts import may_spoil_chunk_ends, why_hits_are_shorter
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.options import Options, log_events, log_remarks, log_sharing
 from lmcache_hybrid.config.stores import in_the_clear
@@ -138,5 +138,5 @@ def _log(
         unit,
         "" if options.save else " This engine stores nothing.",
     )
-    if plan.states and (sentence := why_a_block_less(vllm_config)):
+    if plan.states and (sentence := why_hits_are_shorter(vllm_config, unit)):
         logger.info("%s", sentence)

@@ -30,6 +30,7 @@ def install() -> None:
     reserve_windows()
     unhash_uncomputed_blocks()
     publish_where_steps_ended()
+    publish_checkpoints_once()
     leave_no_chunk_empty()
 
 
@@ -319,6 +320,44 @@ def publish_where_steps_ended() -> None:
             request.shared_prefix_boundary = boundary
 
     KVCacheCoordinator.cache_blocks = cache_blocks
+
+
+def publish_checkpoints_once() -> None:
+    """A block that holds a checkpoint from inside a chunk must not be published as its end later.
+
+    Bug: where the model writes a checkpoint inside its last chunk
+    (``num_prefill_checkpoint_blocks``), the block of the chunk's last boundary holds it, and gets
+    its hash in place of the boundary's. For a drafter of several MTP modules hashes cover more
+    than the next token, so where few tokens follow that boundary its hash is known only after the
+    step. Then the block is published again, as the state at the boundary. Only then connectors are
+    offered it.
+    Symptom: with asynchronous scheduling the state of an earlier token is found, and offered to
+    connectors, as that of the boundary: the next request that begins with this prompt and its
+    answer gets wrong tokens, with or without a connector.
+    Seen in: vLLM 0.33.0.
+    Remove when: ``MambaManager._cache_partial_tail_block`` counts the block of a checkpoint in
+    ``num_cached_block``.
+    """
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    original = MambaManager._cache_partial_tail_block
+
+    @functools.wraps(original)
+    def _cache_partial_tail_block(
+        self: MambaManager, request: "Request", *args: Any, **kwargs: Any
+    ) -> Any:
+        published = original(self, request, *args, **kwargs)
+        name = request.request_id
+        position, column = self._checkpoints.get(name, (0, -1))
+        if self.num_cached_block.get(name, 0) <= column:
+            self.num_cached_block[name] = column + 1
+            if published is not None:
+                block = self.req_to_blocks[name][column]
+                offer = name, self.kv_cache_group_id, block, position
+                self._pending_boundary_state_offloads.append(offer)
+        return published
+
+    MambaManager._cache_partial_tail_block = _cache_partial_tail_block
 
 
 def leave_no_chunk_empty() -> None:

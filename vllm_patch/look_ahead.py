@@ -43,9 +43,8 @@ def let_hashes_look_ahead() -> None:
     they do not, and each hit gives up its last block. Connectors may take a hash for granted
     wherever a block is full; this one does not.
 
-    vLLM's guard stays with several MTP modules, which no engine of our tests has, and with
-    ``--enable-mamba-shared-prefix-checkpoint``: vLLM expects a hash wherever a connector lets a
-    step end.
+    vLLM's guard stays with ``--enable-mamba-shared-prefix-checkpoint``: vLLM expects a hash
+    wherever a connector lets a step end.
 
     Bug: ``VllmConfig.num_hash_lookahead_tokens`` is 0 beside any connector.
     Symptom: with EAGLE or MTP, vLLM's own hits and this package's end a block earlier than those
@@ -62,7 +61,7 @@ def let_hashes_look_ahead() -> None:
         if _is_alone(self.kv_transfer_config) and model is not None and model.is_hybrid:
             covered: int = original.fget(_WithoutConnector(self))
             junctions = self.cache_config.enable_mamba_shared_prefix_checkpoint
-            return covered if covered == 1 and not junctions else 0
+            return 0 if junctions else covered
         return original.fget(self)
 
     patched: Any = VllmConfig

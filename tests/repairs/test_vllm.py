@@ -167,17 +167,36 @@ def test_a_state_is_published_where_the_next_step_ends(simulation):
     """Of several MTP modules: checkpoints are lost, or a restored state is loaded again."""
     without(simulation, compat.publish_where_steps_ended)
     simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
-    with new_engine(drafts=3, mtp=True, checkpoint=2 * N, marked=False) as engine:
+    shape = dict(drafts=3, mtp=True, marked=False, old_hashes=True)
+    with new_engine(**shape, checkpoint=2 * N) as engine:
         ask(engine, "first", A[: 8 * N])
         engine.reset_prefix_cache(False)
         lost = ask(engine, "branch", A[: 4 * N] + B[: 4 * N]) != (4 * N, 0)
-    with new_engine(drafts=3, mtp=True, marked=False) as engine:
+    with new_engine(**shape) as engine:
         ask(engine, "first", A[: 4 * N])
         engine.reset_prefix_cache(False)
         assert ask(engine, "longer", A[: 10 * N]) == (3 * N, 0), "nothing is restored"
         again = ask(engine, "branch", A[: 4 * N] + B[: 4 * N])
     assert sum(again) == 3 * N
     return lost or again == (3 * N, 0)
+
+
+@shows_bug_of(compat.publish_checkpoints_once, since="0.33.0")
+def test_a_checkpoint_is_published_as_the_state_at_its_blocks_end(simulation):
+    """Of several MTP modules, where the hash of that end is known a step later."""
+    without(simulation, compat.publish_checkpoints_once)
+    simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
+    shape = dict(batch=20 * N, drafts=2, mtp=True, interior=1, runner="v2", overlap=True)
+    run = Run(Setup(**shape, blocks=80), Tally())
+    (engine,) = run.engines
+    engine.add("first", A[: 5 * N + 1], 8)
+    engine.drain()
+    engine.add("turn", [*engine.requests["first"].all_token_ids, *B[:N]], 3)
+    try:
+        engine.drain()
+    except WrongBytes:
+        return True
+    return False
 
 
 @shows_bug_of(compat.leave_no_chunk_empty)
@@ -200,7 +219,7 @@ def test_a_running_state_is_published_as_that_of_an_earlier_token(simulation):
     without(simulation, partial_hits.publish_no_state_late)
     simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
     shape = dict(batch=4, hash_size=N // 2, drafts=2, mtp=True, runner="v2", marked=False)
-    run = Run(Setup(**shape), Tally())
+    run = Run(Setup(**shape, old_hashes=True), Tally())
     (engine,) = run.engines
     for name in ("first", "second"):
         engine.add(name, A[: N + 2], 8)

@@ -23,13 +23,17 @@ DRAFTS = 3
 # Random programs.
 EXAMPLES = int(os.environ.get("RUNWAY_EXAMPLES", "100"))
 A, B, _ = TRUNKS
+# vLLM 0.33's hashes cover what the drafter reads.
+LOOKS = hasattr(VllmConfig, "num_hash_lookahead_tokens")
 
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Each MTP drafter has several modules."""
+    """Each MTP drafter of several draft tokens has as many modules."""
     monkeypatch.setattr(
-        SpeculativeConfig, "use_multi_module_mtp", lambda self: self.method == "mtp"
+        SpeculativeConfig,
+        "use_multi_module_mtp",
+        lambda self: self.method == "mtp" and self.num_speculative_tokens > 1,
     )
 
 
@@ -40,6 +44,13 @@ def hit_tokens(engine: SimEngine, name: str, prompt: list[int]) -> int:
     stats = engine.requests[name].prefill_stats
     engine.drain()
     return stats.num_external_cached_tokens
+
+
+def deepest_hit(prompt: list[int], drafts: int, unit: int, old_hashes: bool = False) -> int:
+    """How deep a prompt hits that is asked again."""
+    if LOOKS and not old_hashes:
+        return (len(prompt) - drafts) // unit * unit
+    return len(prompt) // unit * unit - unit
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -96,8 +107,8 @@ def test_states_that_are_handed_off_late_cost_no_checkpoint(
 ):
     """The step that hands one off has to end at the next one already."""
     shape = dict(blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, checkpoint=2 * N)
-    setup = Setup(**shape, runner=runner, overlap=overlap, retention=retention, marked=marked)
-    run = Run(setup, Tally())
+    shape |= dict(retention=retention, marked=marked, old_hashes=True)
+    run = Run(Setup(**shape, runner=runner, overlap=overlap), Tally())
     (engine,) = run.engines
     assert not hit_tokens(engine, "first", A[: 8 * N + DRAFTS])
     worker = engine.ranks[0].connector.worker
@@ -110,8 +121,8 @@ def test_states_that_are_handed_off_late_cost_no_checkpoint(
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_checkpoint_may_follow_where_prompts_part(modules, marked):
     """Nothing of the second prompt is new to the store up to there."""
-    shape = dict(marked=marked, blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, checkpoint=2 * N)
-    run = Run(Setup(**shape), Tally())
+    shape = dict(blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, checkpoint=2 * N)
+    run = Run(Setup(**shape, marked=marked, old_hashes=True), Tally())
     (engine,) = run.engines
     branch = A[: 5 * N] + B[: 3 * N + DRAFTS]
     assert not hit_tokens(engine, "first", A[: 8 * N])
@@ -126,7 +137,9 @@ def test_windows_are_stored_where_no_step_ends(modules, more):
     run = Run(Setup(groups="aw", blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True), Tally())
     (engine,) = run.engines
     assert not hit_tokens(engine, "first", A[: 8 * N + more])
-    assert hit_tokens(engine, "again", A[: 8 * N + more]) == 8 * N
+    # A hash that looks ahead is known once the tokens are.
+    blocks = 7 if LOOKS and more < DRAFTS else 8
+    assert hit_tokens(engine, "again", A[: 8 * N + more]) == blocks * N
     run.play([])
 
 
@@ -156,17 +169,14 @@ def test_ends_of_chunks_are_stored_beside_one_module(runner):
     assert tally.events[CHUNKS]
 
 
-# vLLM 0.33's hashes cover what the drafter reads.
-LOOKS = hasattr(VllmConfig, "num_hash_lookahead_tokens")
-
-
 @pytest.mark.parametrize("runner", ["v1", "v2", "v2 deferred"])
 @pytest.mark.parametrize("old_hashes", [False, True])
 @pytest.mark.parametrize("unit", [N, N // 4])
-@pytest.mark.parametrize("more", [0, 1, N // 4, N // 2 + 1])
-def test_hits_reach_as_deep_as_vllms_own(runner, old_hashes, unit, more):
+@pytest.mark.parametrize("drafts", [1, DRAFTS])
+@pytest.mark.parametrize("more", [0, 1, N // 4, DRAFTS, N // 2 + 1])
+def test_hits_reach_as_deep_as_vllms_own(modules, runner, old_hashes, unit, drafts, more):
     """Also where a prompt ends right at a boundary, or another token follows it."""
-    shape = dict(groups="sa", blocks=120, batch=20 * N, drafts=1, mtp=True, hash_size=unit)
+    shape = dict(groups="sa", blocks=120, batch=20 * N, drafts=drafts, mtp=True, hash_size=unit)
     setup, prompt, hits = (
         Setup(**shape, runner=runner, old_hashes=old_hashes),
         A[: 5 * N + more],
@@ -183,10 +193,11 @@ def test_hits_reach_as_deep_as_vllms_own(runner, old_hashes, unit, more):
         engine.drain()
         hits.append((stats.num_local_cached_tokens, stats.num_external_cached_tokens))
         run.play([])
-    if LOOKS and not old_hashes:
-        deepest = (len(prompt) - 1) // unit * unit
-    else:
-        deepest = len(prompt) // unit * unit - unit
+    deepest = deepest_hit(prompt, drafts, unit, old_hashes)
+    if drafts > 1 and (unit < N or not LOOKS):
+        # vLLM 0.32 publishes late, and a block at the prompt's end has one hash only, later that
+        # of generated tokens; the store then has what vLLM's cache lacks.
+        hits[0] = (sum(hits[0]), 0)
     assert hits == [(deepest, 0), (0, deepest)]
 
 
@@ -202,13 +213,43 @@ def test_a_prompt_whose_repeat_does_not_hit_hits_the_third_time():
 
 
 @pytest.mark.skipif(not LOOKS, reason="vLLM hashes look ahead since 0.33")
-def test_another_token_behind_a_boundary_is_another_prompt():
-    run = Run(Setup(groups="sa", blocks=120, batch=20 * N, drafts=1, mtp=True), Tally())
+@pytest.mark.parametrize("drafts", [1, DRAFTS])
+def test_another_token_behind_a_boundary_is_another_prompt(modules, drafts):
+    """Any of those that one of the modules reads."""
+    shape = dict(groups="sa", blocks=120, batch=20 * N, drafts=drafts, mtp=True)
+    for last in range(5 * N, 5 * N + drafts):
+        run = Run(Setup(**shape), Tally())
+        (engine,) = run.engines
+        prompt = A[: 5 * N + drafts + 2]
+        assert not hit_tokens(engine, "first", prompt)
+        other = (A[last] + 1) % VOCABULARY
+        assert hit_tokens(engine, "other", [*A[:last], other, *prompt[last + 1 :]]) == 0
+        assert hit_tokens(engine, "same", A[: 5 * N + drafts] + B[:2]) == 5 * N
+        run.play([])
+
+
+@pytest.mark.skipif(not LOOKS, reason="vLLM hashes look ahead since 0.33")
+@pytest.mark.parametrize("runner", ["v1", "v2", "v2 deferred"])
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_checkpoints_beside_several_modules_are_at_each_boundary_wanted(
+    modules, runner, marked, overlap
+):
+    """Also those that a prompt reaches which parts from another one."""
+    if overlap and runner == "v1":
+        return  # the toy V1 runner does not schedule ahead of drafts
+    shape = dict(blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, checkpoint=2 * N)
+    run = Run(Setup(**shape, runner=runner, marked=marked, overlap=overlap), Tally())
     (engine,) = run.engines
-    assert not hit_tokens(engine, "first", A[: 5 * N + 3])
-    other = (A[5 * N] + 1) % VOCABULARY
-    assert hit_tokens(engine, "other", [*A[: 5 * N], other, *A[5 * N + 1 : 5 * N + 3]]) == 0
-    assert hit_tokens(engine, "same", A[: 5 * N + 1] + B[:2]) == 5 * N
+    assert not hit_tokens(engine, "first", A[: 8 * N + DRAFTS])
+    assert engine.ranks[0].connector.worker.counts.saved_states == 4
+    for block in (8, 6, 4, 2):
+        branch = A[: block * N + DRAFTS] + B[: N + 5]
+        assert hit_tokens(engine, f"branch{block}", branch) == block * N
+    branch = A[: 5 * N + DRAFTS] + B[: 3 * N]
+    assert hit_tokens(engine, "second", branch) == 4 * N
+    assert hit_tokens(engine, "part", A[: 5 * N + DRAFTS] + B[20 * N : 22 * N]) == 5 * N
+    assert hit_tokens(engine, "checkpoint", branch[: 6 * N + DRAFTS] + B[20 * N :][:N]) == 6 * N
     run.play([])
 
 
@@ -216,12 +257,8 @@ def test_another_token_behind_a_boundary_is_another_prompt():
 @pytest.mark.parametrize("more", range(DRAFTS + 1))
 @pytest.mark.parametrize("save_decode", [False, True])
 def test_a_prompt_at_a_boundary_goes_on_while_its_last_hash_is_unknown(
-    monkeypatch, drafts, more, save_decode
+    modules, drafts, more, save_decode
 ):
-    if drafts > 1:
-        monkeypatch.setattr(
-            SpeculativeConfig, "use_multi_module_mtp", lambda self: self.method == "mtp"
-        )
     shape = dict(groups="sas", blocks=120, batch=20 * N, drafts=drafts, mtp=True)
     run = Run(Setup(**shape, save_decode=save_decode), Tally())
     (engine,) = run.engines
@@ -250,6 +287,28 @@ def test_a_state_inside_a_block_is_that_of_its_token_although_steps_are_short(
     run.play([])
 
 
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("retention", [0, None])
+@pytest.mark.parametrize("unit", [N, N // 4])
+@pytest.mark.parametrize("drafts", [2, DRAFTS])
+def test_a_checkpoint_inside_a_chunk_is_stored_as_what_it_is(
+    modules, drafts, unit, retention, marked
+):
+    """In its block, which ends behind it. vLLM learns the hash of that end after the step."""
+    shape = dict(groups="sa", blocks=120, batch=20 * N, drafts=drafts, mtp=True, interior=1)
+    shape |= dict(hash_size=unit, retention=retention, marked=marked, runner="v2", overlap=True)
+    run = Run(Setup(**shape), tally := Tally())
+    (engine,) = run.engines
+    prompt = A[: 5 * N + drafts - 1]
+    engine.add("first", prompt, 8)
+    engine.drain()
+    assert hit_tokens(engine, "again", prompt) == deepest_hit(prompt, drafts, unit)
+    engine.add("turn", [*engine.requests["first"].all_token_ids, *B[:N]], 3)
+    engine.drain()
+    run.play([])
+    assert tally.events["checkpoints inside a chunk"]
+
+
 def test_no_random_program_sees_wrong_bytes_beside_several_modules(modules):
     """The drafters of :mod:`.test_simulation` have one."""
     tally = Tally()
@@ -267,7 +326,7 @@ def test_no_random_program_sees_wrong_bytes_beside_several_modules(modules):
         setup, operations = program
         room = setup.blocks + 2 * setup.groups.count("s")
         overlap = setup.overlap and setup.runner != "v1"
-        shape = dict(drafts=2, mtp=True, blocks=room, overlap=overlap)
+        shape = dict(drafts=max(2, setup.drafts), mtp=True, blocks=room, overlap=overlap)
         shape |= dict(stages=False, junctions=False, old_hashes=False)
         Run(dataclasses.replace(setup, **shape), tally).play(operations)
 

@@ -320,3 +320,31 @@ def test_a_boundary_that_was_reached_counts_until_its_state_is_published(
         request.num_computed_tokens, request.shared_prefix_boundary = end, following
     reached = [(16, 32), (32, 32), (64, 32 if late and drafters else 64), (80, 64), (96, 96)]
     assert published == reached
+
+
+@pytest.mark.parametrize("retention, kept", [(None, 32), (0, None)])
+def test_the_block_of_a_checkpoint_is_published_once(retention, kept):
+    """It holds the state of 32 tokens and ends at 48, which vLLM publishes later."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    pool = BlockPool(num_gpu_blocks=10, enable_caching=True, hash_block_size=16)
+    manager = MambaManager(
+        dataclasses.replace(STATE_SPEC, block_size=16),
+        pool,
+        enable_caching=True,
+        kv_cache_group_id=3,
+        scheduler_block_size=16,
+    )
+    block, running = pool.get_new_blocks(2)
+    manager.req_to_blocks["r"] = [pool.null_block, pool.null_block, block, running]
+    manager._checkpoints["r"] = (32, 2)
+    request = SimpleNamespace(request_id="r", num_prompt_tokens=50, shared_prefix_boundary=0)
+    request.block_hashes = [bytes([number]) * 32 for number in range(3)]
+    offers = []
+    for tokens in (47, 50):
+        manager.cache_blocks(request, tokens, retention, replay_boundaries=(49,))
+        offers += manager.take_pending_boundary_state_offloads()
+        manager._checkpoints.clear()
+        assert block.block_hash_num_tokens == kept
+    assert offers == [("r", 3, block, 32)] * bool(kept)

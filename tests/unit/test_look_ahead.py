@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from sim.setup import Setup
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 
 from lmcache_hybrid.config import drafts
 from lmcache_hybrid.core.groups import BESIDE_KEY, plan_groups
@@ -32,8 +32,7 @@ def cache(junctions: bool = False) -> SimpleNamespace:
 
 def drafting(config, drops: bool = True, **speculative) -> SimpleNamespace:
     speculative = SimpleNamespace(use_eagle_block_drop=lambda: drops, **speculative)
-    engine = {"num_prefill_lookahead_tokens": 1, "cache_config": cache()}
-    engine["kv_transfer_config"] = transfer()
+    engine = {"cache_config": cache(), "kv_transfer_config": transfer()}
     return SimpleNamespace(speculative_config=speculative, **{**engine, **config})
 
 
@@ -79,10 +78,14 @@ def test_hashes_of_a_hybrid_model_look_ahead_as_without_a_connector(guarded):
     assert guarded(None, wanted=0) == guarded("LMCacheConnectorV1", wanted=0) == 0
 
 
+def test_with_several_modules_hashes_cover_what_the_last_one_reads(guarded):
+    assert guarded(None, wanted=3) == guarded("LMCacheConnectorV1", wanted=3) == 3
+
+
 def test_where_states_would_be_lost_vllms_guard_stays(guarded):
-    assert guarded(None, wanted=3) == 3 and guarded(None, junctions=True) == 1
-    assert guarded("LMCacheConnectorV1", wanted=3) == 0
-    assert guarded("LMCacheConnectorV1", junctions=True) == 0
+    for wanted in (1, 3):
+        assert guarded(None, junctions=True, wanted=wanted) == wanted
+        assert guarded("LMCacheConnectorV1", junctions=True, wanted=wanted) == 0
 
 
 def test_beside_others_and_with_other_models_vllms_guard_stays(guarded):
@@ -121,13 +124,8 @@ NEW = {"num_hash_lookahead_tokens": 0}
             ["in a MultiConnector (alone it need not)."],
         ),
         (
-            drafting(
-                {
-                    "num_prefill_lookahead_tokens": 3,
-                    "kv_transfer_config": transfer(**{BESIDE_KEY: False}),
-                }
-            ),
-            ["this release", "several MTP modules", "MultiConnector"],
+            drafting({"kv_transfer_config": transfer(**{BESIDE_KEY: False})}),
+            ["this release", "MultiConnector"],
         ),
         (
             drafting({**NEW, "cache_config": cache(True)}),
@@ -136,13 +134,58 @@ NEW = {"num_hash_lookahead_tokens": 0}
         (drafting(NEW, disable_lookahead_block_hashes=True), ["leave it out"]),
     ],
 )
-def test_where_a_block_is_lost_a_sentence_says_why(config, words):
-    said = drafts.why_a_block_less(config)
+def test_where_tokens_are_lost_a_sentence_says_how_many_and_why(config, words):
+    said = drafts.why_hits_are_shorter(config, 1568)
     assert drafts.drops_block(config) is (words is not None)
     if words is None:
         assert said is None
     else:
-        assert said.endswith(".") and all(each in said for each in words)
+        assert said.endswith(".") and all(each in said for each in ["1,568 tokens", *words])
+
+
+OLD, NEW_RULES = "the last 784 tokens of each hit, because this release", "Hits lose nothing"
+
+
+@pytest.mark.parametrize(
+    "method, more, old, new",
+    [
+        ("mtp", {}, OLD, NEW_RULES),
+        ("qwen3_next_mtp", {}, OLD, NEW_RULES),
+        ("eagle3", {"num_speculative_tokens": 4}, OLD, "to this drafter."),
+        ("mtp", {"num_speculative_tokens": 4}, OLD, "a hit ends where at least 4 tokens"),
+        (
+            "mtp",
+            {"disable_lookahead_block_hashes": True},
+            OLD,
+            "784 tokens of each hit, because dis",
+        ),
+        ("mtp", {"disable_eagle_block_drop": True}, NEW_RULES, NEW_RULES),
+        ("dflash", {"disable_lookahead_block_hashes": True}, OLD, NEW_RULES),
+        ("ngram", {}, NEW_RULES, NEW_RULES),
+    ],
+)
+def test_what_is_lost_can_be_told_before_there_is_an_engine(method, more, old, new):
+    said = drafts.planned({"method": method, **more}, 784)
+    assert list(said) == ["0.32", "0.33"]
+    for sentence, words in zip(said.values(), (old, new)):
+        assert words in sentence and sentence.endswith(".")
+        assert ("fewer than 1,568 tokens" in sentence) is ("784" in sentence)
+
+
+@pytest.mark.parametrize("method", "mtp eagle eagle3 dflash dspark ngram draft_model".split())
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_told_is_what_this_vllm_does(method, kept):
+    speculative = {"disable_eagle_block_drop": kept, "disable_lookahead_block_hashes": True}
+    said = drafts.planned({"method": method, **speculative}, N)["0.33" if LOOKS else "0.32"]
+    config = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=1,
+        prompt_lookup_max=2,
+        prompt_lookup_min=1,
+        disable_eagle_block_drop=kept,
+    )
+    config.method = method
+    assert ("gives up" in said) is config.use_eagle_block_drop()
 
 
 @pytest.mark.parametrize(
@@ -166,9 +209,9 @@ def test_records_under_other_rules_have_other_names():
     engine = dict(method="mtp", num_speculative_tokens=1, draft_model_config=None)
     named = [
         fingerprint._speculative(drafting({"model_config": None, **ahead}, **engine))
-        for ahead in ({}, {"num_hash_lookahead_tokens": 0}, {"num_hash_lookahead_tokens": 1})
+        for ahead in ({}, *({"num_hash_lookahead_tokens": tokens} for tokens in (0, 1, 2)))
     ]
-    assert named[0] == named[1] != named[2]
+    assert named[0] == named[1] and len(set(named)) == 3
 
 
 # What a chunk leaves

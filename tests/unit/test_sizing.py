@@ -380,6 +380,8 @@ def test_the_list_for_scripts():
         (["Qwen3.6-27B", "--dtype", "int3"], "--dtype int3 cannot be sized"),
         (["Qwen3.6-27B", "--kv-cache-dtype", "int3"], "--kv-cache-dtype int3 cannot be sized"),
         (["qwen/Qwen3-Next-80B-A3B-Instuct"], "did you mean Qwen/Qwen3-Next-80B-A3B-Instruct?"),
+        (["Qwen3.6-27B", "--speculative-config", "mtp"], "'mtp' is not a JSON object"),
+        (["Qwen3.6-27B", "--speculative-config", '{"model": "x"}'], 'add "method", such as "mtp"'),
         (["/no/such/folder"], "MODEL '/no/such/folder' does not exist"),
         ([], "name a MODEL"),
         ([__file__], "cannot be read"),
@@ -428,6 +430,20 @@ def test_what_each_of_several_hosts_needs():
     assert "host" not in run("Qwen3.5-397B-A17B", "--tp", "16").output
     refused = run("Qwen3.5-397B-A17B", "--tp", "16", "--nnodes", "3")
     assert refused.exit_code == 2 and "--nnodes 3 does not divide --tp 16" in refused.output
+
+
+def test_what_a_drafter_costs_each_hit():
+    mtp = '{"method": "mtp", "num_speculative_tokens": 2}'
+    words = ("Qwen3.6-27B", "--speculative-config", mtp)
+    for unit, lost in (("0", 784), ("112", 112)):
+        printed = " ".join(run(*words, "--prefix-match-unit", unit).output.split())
+        assert f"vLLM 0.32: Beside this drafter vLLM gives up the last {lost} tokens" in printed
+        assert "vLLM 0.33: Hits lose nothing" in printed
+        assert f"--speculative-config '{mtp}'" in printed
+    assert "drafter" not in run("Qwen3.6-27B").output
+    made = json.loads(run(*words, "--json").output)
+    assert set(made["lost_to_drafts"]) == {"0.32", "0.33"}
+    assert mtp in made["backends"]["ram"]["write"]["vllm_flags"]
 
 
 @pytest.mark.parametrize("args", [["plan", "LFM2-350M"], ["--help"], ["inspect", "."]], ids=str)

@@ -14,12 +14,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lmcache_hybrid.config.drafts import planned
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.sizes import GIB, MIB
 from lmcache_hybrid.tools.cli.terminal import check_model
 from lmcache_hybrid.tools.sizing import catalogue
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, compute
 from lmcache_hybrid.tools.sizing.plan import NETWORK_RATE, RAM_RATE, plan_of
+from lmcache_hybrid.tools.sizing.shape import ModelShape
 from lmcache_hybrid.tools.sizing.sharing import MAX_CLIENTS, SHARE, Sharing
 from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
 from lmcache_hybrid.tools.sizing.to_write import as_typed
@@ -62,6 +64,17 @@ def checkpoints(text: str | int) -> str | int:
         raise typer.BadParameter(f"{error.message}, or {CHUNK_ENDS}") from None
 
 
+def drafter(text: str | dict) -> dict[str, Any]:
+    """Parse ``--speculative-config``."""
+    try:
+        found = text if isinstance(text, dict) else json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{text!r} is not a JSON object; write it as for vllm serve")
+    return found
+
+
 def _tokens(what: str, parser: Callable[[str | int], str | int] = tokens) -> Any:
     return typer.Option(help=what, parser=parser, metavar="TOKENS")
 
@@ -90,6 +103,14 @@ CheckpointOption = Annotated[
 UnitOption = Annotated[int, _tokens("vLLM's --prefix-match-unit; 0: not set.")]
 NodesOption = Annotated[
     int, typer.Option(help="vLLM's: hosts of one engine, with equally many ranks.", min=1)
+]
+DrafterOption = Annotated[
+    dict | None,
+    typer.Option(
+        help="vLLM's --speculative-config, to see what its drafter costs each hit.",
+        parser=drafter,
+        metavar="JSON",
+    ),
 ]
 RateOption = Annotated[
     int, typer.Option(help="Prompt tokens that your engine computes a second.", min=1)
@@ -142,6 +163,7 @@ def plan(
     ssm_dtype: Annotated[str, typer.Option(help="vLLM's --mamba-ssm-cache-dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="vLLM's --block-size, if you set it.")] = 0,
     prefix_match_unit: UnitOption = 0,
+    speculative_config: DrafterOption = None,
     prefill_rate: RateOption = 10_000,
     ram_rate: RamRateOption = RAM_RATE,
     network_rate: NetworkRateOption = NETWORK_RATE,
@@ -161,22 +183,19 @@ def plan(
 
     Computed from config.json alone: no weights, no GPU, no network.
     """
-    where = _platform(platform, kernel_block, gdn_prefill_backend)
+    where, drafts = _platform(platform, kernel_block, gdn_prefill_backend), speculative_config
     if list_models:
         return _list_models(Console(), where, markdown, as_json)
-    model = _named(model)
-    if tp % nnodes:
-        raise typer.BadParameter(f"--nnodes {nnodes} does not divide --tp {tp}")
     sized = partial(
         compute, tp=tp, kv_dtype=kv_cache_dtype, ssm_dtype=ssm_dtype, block_size=block_size
     )
     try:
-        name, shape = catalogue.find_shape(model)
-        shape = shape if dtype == "auto" else shape.with_dtype(dtype)
+        name, shape, hub_name = _find(model, dtype, tp, nnodes)
         sizes = sized(shape, where)
         hopper = sizes if platform == "cpu" else sized(shape, where.with_gdn_prefill("flashinfer"))
         work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit, step_tokens)
         work.check(sizes.block_size)
+        lost = planned(drafts, work.unit or sizes.block_size) if drafts else {}
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     nets = shape.has_delta_nets and platform == "gpu"
@@ -192,6 +211,7 @@ def plan(
         load_rates={"ram": ram_rate * GIB, "network": network_rate * GIB},
         backends=[each.value for each in backend or BackendName],
         hosts=nnodes,
+        lost=lost,
         flags=_flags(
             {
                 "--tensor-parallel-size": (tp, 1),
@@ -203,19 +223,29 @@ def plan(
                 "--prefix-match-unit": (prefix_match_unit, 0),
                 "--max-num-batched-tokens": (step_tokens, 8192),
                 "--gdn-prefill-backend": (where.gdn_prefill if nets else "triton", "triton"),
+                "--speculative-config": (json.dumps(drafts) if drafts else "", ""),
             }
         ),
         shared_by=Sharing(engines, requests_per_second, hit_share, store_rate * GIB),
     )
-    _show(made, as_json, shape.model_type, catalogue.hub_name(model))
+    _show(made, as_json, shape.model_type, hub_name)
 
 
-def _named(model: str | None) -> str:
-    """Return MODEL. Raises BadParameter if there is none, or no such folder."""
+def _find(model: str | None, dtype: str, tp: int, hosts: int) -> tuple[str, ModelShape, str]:
+    """Return MODEL's name, shape, and name on Hugging Face.
+
+    Raises:
+        BadParameter: there is none, no such folder, or the hosts would have unequally many ranks.
+        ConfigError: its files say too little.
+    """
     if model is None:
         raise typer.BadParameter("name a MODEL, or use --list")
     check_model(model)
-    return model
+    if tp % hosts:
+        raise typer.BadParameter(f"--nnodes {hosts} does not divide --tp {tp}")
+    name, shape = catalogue.find_shape(model)
+    hub_name = catalogue.hub_name(model)
+    return name, shape if dtype == "auto" else shape.with_dtype(dtype), hub_name
 
 
 def _show(made: dict[str, Any], as_json: bool, model_type: str, hub_name: str) -> None:
@@ -304,6 +334,10 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
             f"{_mib(made['attention_bytes_per_block'] // tp)} MiB a block."
         )
     console.print()
+    if lost := made["lost_to_drafts"]:
+        for release, said in lost.items():
+            console.print(f"vLLM {release}: {said}")
+        console.print("The sizes are those without the drafter's own layers.\n")
     if not made["hits"]:
         console.print(
             f"[yellow]A prompt of {work['context']} tokens never hits: it is no longer than "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lmcache_hybrid.config.drafts import why_a_block_less
+from lmcache_hybrid.config.drafts import why_hits_are_shorter
 from lmcache_hybrid.config.parallel import check_parallelism, local_ranks
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups, suggested_unit
@@ -64,7 +64,7 @@ class Model:
         device: of vLLM's platform here, such as ``cuda`` or ``cpu``; empty if unknown.
         gpu_sizes: N on a GPU, by prefill kernel, where ``device`` is another; empty if unknown.
         plan: arguments of ``lmcache-hybrid plan`` for the same model and flags.
-        drafts: why hits end a block earlier beside the drafter, in a sentence; empty if not.
+        drafts: what hits lose beside the drafter and why, in a sentence; empty if nothing.
         local_ranks: of one engine on this machine, pipeline stages included.
         hosts: over which vLLM spreads the ranks of one engine.
     """
@@ -150,6 +150,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         for index, group in enumerate(groups.kv_cache_groups)
     ]
     windows = tuple(window.group for window in plan.windows)
+    hits_at = plan.with_unit(unit or plan.block_size).unit or plan.block_size
     return Model(
         True,
         plan.block_size,
@@ -168,7 +169,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         current_platform.device_type,
         gpu_sizes(arguments, config.model_config.hf_config.to_dict()),
         plan_of(arguments),
-        (plan.states and why_a_block_less(config)) or "",
+        (plan.states and why_hits_are_shorter(config, hits_at)) or "",
         here,
         hosts,
     )

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lmcache_hybrid.config.check import beside
+from lmcache_hybrid.config.drafts import too_short
 from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE, refusals
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
@@ -43,8 +44,7 @@ def check_model(context: Context) -> Iterator[Finding]:
     yield ok("groups", f"Attention groups {model.attention}{windows}, state groups {model.states}.")
     yield _unit(model)
     if model.drafts:
-        shortest = 2 * (model.unit or model.block_size)
-        short = f"A prompt of fewer than {shortest} tokens leaves no state for its repeat."
+        short = too_short(model.unit or model.block_size)
         yield ok("drafts", f"{model.drafts} {short}")
     sizes = [f"{model.attention_bytes:,} bytes of attention"]
     if model.windows:

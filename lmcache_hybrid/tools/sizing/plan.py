@@ -37,6 +37,7 @@ def plan_of(
     load_rates: Mapping[str, float],
     backends: Sequence[str],
     hosts: int,
+    lost: Mapping[str, str],
     flags: list[str],
     shared_by: sharing.Sharing,
 ) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def plan_of(
         load_rates: bytes a second to all ranks together, by where records come from.
         backends: names in BACKENDS.
         hosts: of one engine; they have equally many ranks.
+        lost: what hits lose to a drafter, by release of vLLM, see ``config.drafts.planned``.
         flags: vLLM's flags for these sizes, name and value in turn.
         shared_by: the engines of one store; its figures are None for no engine.
     """
@@ -74,6 +76,7 @@ def plan_of(
         "backends": {name: _backend(name, sizes, work, flags, hosts) for name in backends},
         "checkpoints": [_checkpoint(sizes, work, tokens) for tokens in _intervals(work, n)],
         "units": [_unit(sizes, work, unit, prefill_rate, load_rates) for unit in _units(work, n)],
+        "lost_to_drafts": dict(lost),
         "rates": {"prefill_tokens": prefill_rate, "load_bytes": dict(load_rates)},
         "one_store": sharing.demand(sizes, work, shared_by) if shared_by.engines else None,
     }

@@ -3,6 +3,7 @@
 
 import json
 import math
+import shlex
 from typing import Any
 
 from lmcache_hybrid.core.sizes import GIB
@@ -73,7 +74,8 @@ def as_typed(written: dict[str, Any], model: str) -> str:
         for name, value in written["lmcache_yaml"].items()
     )
     *flags, _, transfer = written["vllm_flags"]
-    pairs = [f"{flag} {value}" for flag, value in zip(flags[::2], flags[1::2], strict=True)]
+    given = zip(flags[::2], flags[1::2], strict=True)
+    pairs = [f"{flag} {shlex.quote(value)}" for flag, value in given]
     indented = json.dumps(json.loads(transfer), indent=2).replace("\n", "\n  ")
     pairs.append(f"--kv-transfer-config '{indented}'")
     serve = " \\\n  ".join(["LMCACHE_CONFIG_FILE=lmcache.yaml", f"vllm serve {model}", *pairs])

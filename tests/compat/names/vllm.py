@@ -332,7 +332,8 @@ VLLM = (
         holds=("checkpoint = self._checkpoints.get(request.request_id)",),
         replaced_in=_PARTIAL,
     ),
-    Hook(_MANAGER, "MambaManager._checkpoints"),
+    Hook(_MANAGER, "MambaManager._cache_partial_tail_block", replaced_in=_COMPAT),
+    *attributes(_MANAGER, "MambaManager", "_checkpoints _pending_boundary_state_offloads"),
     *attributes(
         "vllm.v1.core.block_pool",
         "BlockPool",
@@ -361,7 +362,7 @@ VLLM = (
         _MANAGER,
         "SingleTypeKVCacheManager",
         "max_admission_blocks_per_request req_to_blocks block_size block_pool num_cached_block "
-        "_has_partial_local_hit use_eagle",
+        "_has_partial_local_hit use_eagle kv_cache_group_id",
     ),
     Hook("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.single_type_managers"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.is_null"),

@@ -149,6 +149,18 @@ DEFECTS = (
         "",
     ),
     one(
+        "a checkpoint inside a chunk is published as the state at its block's end",
+        COMPAT,
+        "    publish_checkpoints_once()\n",
+        "",
+    ),
+    one(
+        "a checkpoint whose block's end has no hash yet is not offered",
+        COMPAT,
+        "            if published is not None:\n",
+        "            if published is None:\n",
+    ),
+    one(
         "a chunk that is shortened for MTP modules may be empty",
         COMPAT,
         "    leave_no_chunk_empty()\n",
