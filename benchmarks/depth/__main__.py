@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 PAGE = "how-it-works.md"
 # A prompt's tokens past 2 N.
 LENGTHS = (0, 1)
+MODULES = 2  # and as many draft tokens
 HEAD = ("vLLM", "model", "drafts", "U", "prompt", "alone", "vLLM's own", "from LMCache")
 # Else what is asked leaves a deeper boundary for the next time.
 NO_SAVE = {"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}
@@ -34,7 +35,7 @@ Row = dict[str, Any]
 def main(
     out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/generated/depth.json"),
     families: Annotated[str, typer.Option(help="Which, by commas.")] = "qwen3_next,granite4",
-    drafts: Annotated[str, typer.Option(help="Which, by commas.")] = "none,mtp,eagle,ngram",
+    drafts: Annotated[str, typer.Option(help="Which, by commas.")] = "none,mtp,mtp-2,eagle,ngram",
     render_only: Annotated[bool, typer.Option(help="Only write the page's table.")] = False,
 ) -> None:
     """Ask each prompt twice, and once more with vLLM's own cache empty.
@@ -77,7 +78,7 @@ def measure(folder: Path, families: list[str], drafts: list[str], progress: Prog
         (family, name)
         for family in families
         for name in drafts
-        if name != "mtp" or family == "qwen3_next"  # the only one with such a head here
+        if "mtp" not in name or family == "qwen3_next"  # the only one with such a head here
     ]
     task = progress.add_task("engines", total=4 * len(pairs))
     rows = []
@@ -93,13 +94,15 @@ def hits(folder: Path, family: str, drafts: str, advance: Callable[[], None]) ->
 
     from lmcache_hybrid.tools.tiny_models import make_model
 
+    modules = MODULES if drafts == "mtp-2" else 1
     if family == "qwen3_next":
-        model = drafting.make_drafting_model(folder)
+        model = drafting.make_drafting_model(folder, modules)
     else:
         model = make_model(family, folder / family)
     drafters: dict[str, Callable[[], Row | None]] = {
         "none": lambda: None,
         "mtp": lambda: drafting.MTP,
+        "mtp-2": lambda: {"method": "mtp", "num_speculative_tokens": MODULES},
         "ngram": lambda: drafting.NGRAM,
         "eagle": lambda: {
             "method": "eagle",
@@ -110,18 +113,22 @@ def hits(folder: Path, family: str, drafts: str, advance: Callable[[], None]) ->
     speculative = drafters[drafts]()
     unit: Row = {}
     for blocks in (1, 4):
-        size, alone, _ = ask(model, None, speculative, unit)
+        lengths = LENGTHS
+        if modules > 1:
+            # Of 2 N + 1 at U vLLM alone never computes the last tokens (leave_no_chunk_empty).
+            lengths = (*LENGTHS, MODULES) if blocks == 1 else (0, MODULES)
+        size, alone, _ = ask(model, None, speculative, unit, lengths)
         advance()
-        _, own, stored = ask(model, {"local_cpu": True}, speculative, unit)
+        _, own, stored = ask(model, {"local_cpu": True}, speculative, unit, lengths)
         advance()
         unit = {"prefix_match_unit": size // 4}  # of the next two
-        for more in LENGTHS:
+        for more in lengths:
             found = {"alone": alone[more], "own": own[more], "stored": stored[more]}
             yield {"blocks per U": blocks, "prompt": more, **found}
 
 
 def ask(
-    model: Path, lmcache: Row | None, speculative: Row | None, unit: Row
+    model: Path, lmcache: Row | None, speculative: Row | None, unit: Row, lengths: Iterable[int]
 ) -> tuple[int, dict[int, list[int]], dict[int, list[int]]]:
     """Hits by the prompt's tokens past 2 N: [blocks of N, units of U past them].
 
@@ -145,7 +152,7 @@ def ask(
             return [blocks, tokens // unit.get("prefix_match_unit", size)]
 
         prompts = {
-            more: [rng.randrange(32, 127) for _ in range(2 * size + more)] for more in LENGTHS
+            more: [rng.randrange(32, 127) for _ in range(2 * size + more)] for more in lengths
         }
         for more, prompt in prompts.items():
             assert engine.ask(prompt, 1).cached == 0

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny Qwen3-Next whose drafts are sometimes right, for tests of speculative decoding.
 
-It has a head for multi-token prediction (MTP) with an attention layer of its own, whose pages lie
-in the KV cache beside the model's. The next token depends mostly on the last one, so the head
-guesses about every third token. The layers have a say, too: other guesses are wrong.
+It has a head for multi-token prediction (MTP) with attention layers of its own, one for each
+module, whose pages lie in the KV cache beside the model's. The next token depends mostly on the
+last one, so the head guesses about every third token. The layers have a say, too: other guesses
+are wrong.
 """
 
 import json
@@ -28,9 +29,13 @@ NGRAM = {
 OPTIONS = {"max_num_seqs": 2}
 
 
-def make_drafting_model(folder: Path) -> Path:
-    """Write the model to ``folder``/drafting and return that path."""
-    out = folder / "drafting"
+def make_drafting_model(folder: Path, modules: int = 1) -> Path:
+    """Write the model to ``folder`` and return its path.
+
+    Args:
+        modules: of the head.
+    """
+    out = folder / ("drafting" if modules == 1 else f"drafting-{modules}")
     if out.exists():
         return out
     known = FAMILIES["qwen3_next"]
@@ -40,7 +45,7 @@ def make_drafting_model(folder: Path) -> Path:
         base = make_model("drafting", folder / "drafting-base")
     finally:
         del FAMILIES["drafting"]
-    part = folder / ".drafting"
+    part = folder / f".{out.name}"
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(base, part)
     config = json.loads((part / "config.json").read_text())
@@ -53,9 +58,11 @@ def make_drafting_model(folder: Path) -> Path:
         weights[f"mtp.{norm}.weight"] = torch.zeros(size).bfloat16()
     layer = f"model.layers.{attention}."
     for name in [name for name in weights if name.startswith(layer)]:
-        weights[f"mtp.layers.0.{name.removeprefix(layer)}"] = weights[name].clone()
+        for module in range(modules):
+            own = f"mtp.layers.{module}.{name.removeprefix(layer)}"
+            weights[own] = weights[name].clone()
     save_file(weights, part / "model.safetensors", {"format": "pt"})
-    (part / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (part / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": modules}))
     part.rename(out)
     return out
 

@@ -62,11 +62,18 @@ class Drafter:
         config: of ``speculative_config``, for a target model.
         blocks: that a prompt of two blocks and a tail hits.
         layers: how the names of its layers begin; "" where it has none.
+        modules: of the model's MTP head.
     """
 
     config: Callable[[Path], dict]
     blocks: int
     layers: str
+    modules: int = 1
+
+    @property
+    def ahead(self) -> int:
+        """Tokens behind a block that its hash covers, where it covers any."""
+        return self.modules
 
 
 def toy(method: str) -> Callable[[Path], dict]:
@@ -81,6 +88,7 @@ def toy(method: str) -> Callable[[Path], dict]:
 DEPTH = 2 if hasattr(VllmConfig, "num_hash_lookahead_tokens") else 1
 DRAFTERS = {
     "mtp": Drafter(lambda model: drafting.MTP, DEPTH, "mtp."),
+    "modules": Drafter(lambda model: drafting.MTP, DEPTH, "mtp.", modules=2),
     "eagle": Drafter(toy("eagle"), DEPTH, "model.layers.4."),
     "draft_model": Drafter(toy("draft_model"), 2, "draft_model."),
     "ngram": Drafter(lambda model: drafting.NGRAM, 2, ""),
@@ -91,7 +99,8 @@ DRAFTERS = {
 def test_drafts_behind_a_restored_prefix_are_those_behind_vllms_own_hit(
     name: str, model_dir: Path
 ) -> None:
-    model, drafter = drafting.make_drafting_model(model_dir), DRAFTERS[name]
+    drafter = DRAFTERS[name]
+    model = drafting.make_drafting_model(model_dir, drafter.modules)
     options = {**drafting.OPTIONS, "speculative_config": drafter.config(model)}
     with Engine(
         model, {"local_cpu": True}, runner="v2", prepare=v2.allow_drafts, **options
@@ -119,20 +128,22 @@ def test_drafts_behind_a_restored_prefix_are_those_behind_vllms_own_hit(
         check_lost_states_show(engine, prompts, own)
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle"])
+@pytest.mark.parametrize("name", ["mtp", "modules", "eagle"])
 def test_a_prompt_with_another_token_behind_a_boundary_is_answered_as_if_nothing_were_stored(
-    method: str, model_dir: Path
+    name: str, model_dir: Path
 ) -> None:
     """What the drafter keeps of the boundary's last token is that of the other prompt."""
-    model = drafting.make_drafting_model(model_dir)
-    speculative = DRAFTERS[method].config(model)
-    options = {**drafting.OPTIONS, "speculative_config": speculative}
+    drafter = DRAFTERS[name]
+    model = drafting.make_drafting_model(model_dir, drafter.modules)
+    options = {**drafting.OPTIONS, "speculative_config": drafter.config(model)}
     with Engine(
         model, {"local_cpu": True}, runner="v2", prepare=v2.allow_drafts, **options
     ) as engine:
         size, rng = engine.info["block_size"], random.Random(7)
         first = [rng.randrange(32, 127) for _ in range(2 * size + 30)]
-        other = [*first[: 2 * size], 32 + (first[2 * size] - 31) % 95, *first[2 * size + 1 :]]
+        # The last token that the hash of the second block covers, if it covers any.
+        last = 2 * size + drafter.ahead - 1
+        other = [*first[:last], 32 + (first[last] - 31) % 95, *first[last + 1 :]]
         (alone,) = ask_restored(engine, [other])
         assert alone.answer.cached == 0
         engine.ask([40, 41], 1)
@@ -140,13 +151,13 @@ def test_a_prompt_with_another_token_behind_a_boundary_is_answered_as_if_nothing
         assert ask(engine, first).answer.cached == 0
         engine.settle()
         (found,) = ask_restored(engine, [other])
-        if DEPTH == 2:  # the hash of the second block covers the token behind it
+        if DEPTH == 2:
             assert (found.answer.external, found.answer.output) == (0, alone.answer.output)
             assert found.drafts == alone.drafts
         else:
             assert found.answer.external == size
             assert found.answer.tokens == alone.answer.tokens
-        (same,) = ask_restored(engine, [[*first[: 2 * size + 1], *[40] * 20]])
+        (same,) = ask_restored(engine, [[*first[: last + 1], *[40] * 20]])
         assert same.answer.external == DEPTH * size
 
 

@@ -2,6 +2,7 @@
 """The table of how deep prompts hit beside drafters; its engines are those of test_drafts."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,25 @@ def test_rows_of_another_vllm_and_of_other_drafters_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(depth, "measure", lambda *_: [row()])
     depth.main(out, "mtp")
     assert json.loads(out.read_text())["rows"] == [row("0.32.0"), row(drafts="none"), row()]
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+MEASURED = json.loads((DOCS / "generated" / "depth.json").read_text())["rows"]
+
+
+def test_the_page_has_the_measured_table():
+    page = (DOCS / depth.PAGE).read_text()
+    assert depth.table(MEASURED) in page
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: " ".join(map(str, depth.part(row))))
+def test_no_hit_is_less_deep_than_without_a_connector(row):
+    """A row that is needs its reason on the page, and a place here."""
+    assert row["own"] >= row["alone"] <= row["stored"]
+
+
+def test_each_release_has_the_same_rows():
+    rows = {(row["model"], row["drafts"], row["blocks per U"], row["prompt"]) for row in MEASURED}
+    for release in ("0.32.0", "0.33.0"):
+        assert sum(row["vllm"] == release for row in MEASURED) == len(rows)
+    assert {row["drafts"] for row in MEASURED} == {"none", "mtp", "mtp-2", "eagle", "ngram"}
