@@ -275,7 +275,8 @@ class Run:
         self._added += 1
         salt = SALTS[(x >> 12) % len(SALTS)]
         stops = STOPS if x >> 14 == 3 else ()
-        priority, reads = (y >> 10) % 3, y >> 13 < 7
+        priority = (y >> 10) % 3
+        reads = (x + y) % 14 != 7  # of no request of shrunk.py
         engine.add(
             f"r{self._added}", prompt, output, salt, priority, stops, params=params, reads=reads
         )
