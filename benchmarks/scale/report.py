@@ -46,7 +46,8 @@ def _events(figures: dict) -> str:
         commands = ", ".join(
             f"{count} {command.upper()}" for command, count in sorted(seen["commands"].items())
         )
-        cpu = f"{seen['cpu_seconds'] * 1e3:.3g} ms"
+        seconds = seen["cpu_seconds"]  # Linux counts in ticks
+        cpu = f"{seconds * 1e3:.3g} ms" if seconds >= 0.001 else "under 1 ms"
         rows.append(
             [name, commands or "none", size(seen["bytes_in"]), size(seen["bytes_out"]), cpu]
         )
