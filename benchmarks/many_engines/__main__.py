@@ -5,6 +5,7 @@ Ends with 1 if a record was lost or damaged.
 """
 
 import json
+import secrets
 import shlex
 import sys
 import time
@@ -20,7 +21,7 @@ from benchmarks.machine import machine, versions
 from benchmarks.many_engines import report
 from benchmarks.many_engines.engine import Seen, Settings
 from benchmarks.many_engines.processes import started, total
-from benchmarks.many_engines.stores import KINDS, Store, opened
+from benchmarks.many_engines.stores import KINDS, Store, kind_of, opened
 from benchmarks.progress import shown
 from benchmarks.reuse.report import replace
 from benchmarks.serve.options import chosen
@@ -48,7 +49,7 @@ def main(
     render_only: Annotated[bool, typer.Option(help="Only print and write the table.")] = False,
 ) -> None:
     """Have engines look up, load and save prompts in one store, and check every byte loaded."""
-    kinds = chosen(store, KINDS, "store")
+    kinds = (kind_of(url),) if url else chosen(store, KINDS, "store")
     figures: dict[str, Any] = json.loads(out.read_text()) if out and out.exists() else {"runs": {}}
     for kind in () if render_only else kinds:
         with opened(kind, url) as place:
@@ -62,6 +63,7 @@ def main(
                 prompts,
                 blocks,
                 payload,
+                secrets.token_hex(4),
             )
             found = measured(place, settings, seconds)
         figures["runs"][kind] = {

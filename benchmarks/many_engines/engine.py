@@ -49,6 +49,7 @@ class Settings:
         prompts: that each engine keeps; for one more it removes its oldest.
         blocks: of a prompt.
         payload: bytes of each record's pages.
+        run: a word of this run's own, so that it finds nothing that another one left in the store.
     """
 
     url: str
@@ -60,6 +61,7 @@ class Settings:
     prompts: int
     blocks: int
     payload: int
+    run: str = ""
 
     @property
     def prompt_bytes(self) -> int:
@@ -107,9 +109,9 @@ class Seen:
     written: int = 0
 
 
-def prefix_of(engine: int, number: int, blocks: int) -> Prefix:
+def prefix_of(engine: int, number: int, blocks: int, run: str = "") -> Prefix:
     """The prompt that an engine stores as its ``number``-th."""
-    names = (f"{engine}/{number}/{block}" for block in range(blocks))
+    names = (f"{run}/{engine}/{number}/{block}" for block in range(blocks))
     return Prefix(tuple(hashlib.sha256(name.encode()).digest() for name in names))
 
 
@@ -184,7 +186,7 @@ class Engine:
             self.seen.counts["lost"] += 1
 
     def _found(self, owner: int, number: int) -> bool:
-        prefix = prefix_of(owner, number, self.settings.blocks)
+        prefix = prefix_of(owner, number, self.settings.blocks, self.settings.run)
         name = f"{self.number}/{owner}/{number}"
         if not self._look_up(name, prefix):
             return False
@@ -223,7 +225,7 @@ class Engine:
 
     def new(self) -> None:
         number = self.kept.end[self.number]
-        prefix = prefix_of(self.number, number, self.settings.blocks)
+        prefix = prefix_of(self.number, number, self.settings.blocks, self.settings.run)
         self._look_up(f"{self.number}/new", prefix)
         self.lookup.release(f"{self.number}/new")
         if len(self.kept.of(self.number)) >= self.settings.prompts:
@@ -238,7 +240,7 @@ class Engine:
     def _remove_oldest(self) -> None:
         number = self.kept.first[self.number]
         self.kept.first[self.number] = number + 1
-        prefix = prefix_of(self.number, number, self.settings.blocks)
+        prefix = prefix_of(self.number, number, self.settings.blocks, self.settings.run)
         self.store.remove(load_keys(prefix, 0, self.settings.blocks, PLAN), PATIENCE)
         self.seen.counts["removed"] += 1
 

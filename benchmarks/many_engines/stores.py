@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import redis
+import typer
 
 KINDS = ("redis", "fs", "s3")
 
@@ -34,6 +35,18 @@ class Store:
     def evicted(self) -> int:
         """Records that a Redis has evicted."""
         return self.client.info("stats")["evicted_keys"] if self.client is not None else 0
+
+
+def kind_of(url: str) -> str:
+    """Which of :data:`KINDS` a ``remote_url`` names.
+
+    Raises:
+        typer.BadParameter: none.
+    """
+    scheme = urlsplit(url).scheme.replace("rediss", "redis")
+    if scheme not in KINDS:
+        raise typer.BadParameter(f"{url}: write redis://, rediss://, fs:// or s3://")
+    return scheme
 
 
 @contextmanager

