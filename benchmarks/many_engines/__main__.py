@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-import benchmarks.quiet  # noqa: F401  # before vLLM
 from benchmarks.machine import machine, versions
 from benchmarks.many_engines import report
 from benchmarks.many_engines.engine import Seen, Settings
@@ -49,6 +48,8 @@ def main(
     render_only: Annotated[bool, typer.Option(help="Only print and write the table.")] = False,
 ) -> None:
     """Have engines look up, load and save prompts in one store, and check every byte loaded."""
+    import benchmarks.quiet  # noqa: F401  # for the engines only: a test imports this file
+
     kinds = (kind_of(url),) if url else chosen(store, KINDS, "store")
     figures: dict[str, Any] = json.loads(out.read_text()) if out and out.exists() else {"runs": {}}
     for kind in () if render_only else kinds:

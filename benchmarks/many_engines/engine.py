@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import benchmarks.quiet  # noqa: F401  # before vLLM
-
-import numpy as np  # isort: skip
+import numpy as np
 from lmcache.v1.config import LMCacheEngineConfig
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
