@@ -4,6 +4,7 @@
 import importlib
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from lmcache_hybrid.tools.accept.run import Run
 from lmcache_hybrid.tools.cli import app
 
 ACCEPT = ROOT / "docs/accept.md"
+RECORDS = "/var/lib/lmcache-hybrid"  # the volume that outlives the container
 # The module, which its package hides behind the function.
 CLI = importlib.import_module("lmcache_hybrid.tools.cli.accept")
 
@@ -44,8 +46,9 @@ def test_the_job_accepts_what_the_deployment_serves() -> None:
     assert all(each in served["env"] for each in container["env"])
     missing = {each["name"] for each in served["env"] if each not in container["env"]}
     assert missing == {"VLLM_API_KEY"}
-    model, dashes, *flags = container["args"]
-    assert dashes == "--"
+    model, option, report, dashes, *flags = container["args"]
+    assert (option, dashes) == ("--out", "--")
+    assert report.rpartition("/")[0] in [mount["mountPath"] for mount in served["volumeMounts"]]
     dropped = {"shutdown_timeout", "kv_transfer_config"}  # as without them: nothing is computed
     ours, theirs = (vars(engine_arguments(each)) for each in (flags, served["args"][1:]))
     assert {name for name in theirs if str(ours[name]) != str(theirs[name])} <= dropped
@@ -59,9 +62,12 @@ class Asked(Exception):
 
 
 @pytest.mark.parametrize("where", ["compose", "job"])
-def test_the_command_in_the_image_is_one_that_accept_takes(where: str, monkeypatch) -> None:
+def test_the_command_in_the_image_is_one_that_accept_takes(
+    where: str, monkeypatch, tmp_path: Path
+) -> None:
     if where == "compose":
-        (line,) = re.findall(r"^docker compose .*run .*$", ACCEPT.read_text(), re.M)
+        page = ACCEPT.read_text().replace("\\\n  ", "")
+        line, shown = re.findall(r"^docker compose .*run .*$", page, re.M)
         head, words = line.split(" --entrypoint lmcache-hybrid vllm ")
         assert head == "docker compose -f examples/docker/compose.yaml run --build --rm"
         words = shlex.split(words.replace("$MODEL", model_spec()["modelURL"]))
@@ -71,6 +77,11 @@ def test_the_command_in_the_image_is_one_that_accept_takes(where: str, monkeypat
         name, *words = [*container["command"], *container["args"]]
         assert name == "lmcache-hybrid"
         served = pod_of(plain()["Deployment"])[1]["args"][1:]
+
+    report = words[words.index("--out") + 1]
+    assert where == "job" or f" --entrypoint cat vllm {report} >" in shown
+    assert report.startswith(f"{RECORDS}/")
+    words[words.index("--out") + 1] = report.replace(RECORDS, str(tmp_path))
 
     def engine(*arguments: Any) -> None:
         raise Asked(*arguments)
