@@ -2,6 +2,7 @@
 """Which boundary a request is offered, and what it loads."""
 
 import pytest
+from vllm.v1.request import Request
 
 from lmcache_hybrid.protocol.metadata import LoadSpec
 from lmcache_hybrid.protocol.prefix import load_keys
@@ -185,18 +186,23 @@ def test_a_request_that_must_not_read_stores_what_is_missing(held, stored):
     assert rig.ranks.pins == 0
 
 
-@pytest.mark.parametrize("held", [0, 2, 3])
-def test_who_must_not_read_learns_late_what_is_stored(held):
-    """vLLM does not let it wait for the ranks."""
+def unread_and_late(held: int) -> tuple[Rig, Later, Request]:
+    """A request of 3 N + 1 tokens that must not read, all but N + 2 computed, and unanswered."""
     later = Later()
     request = make_request(tokens=3 * N + 1)
     request.skip_reading_prefix_cache = True
     rig = Rig(Ranks(executor=later))
     if held:
         rig.holds(request, held, held)
-    assert rig.match(request) == (0, False)
+    assert rig.match(request) == (0, False), "vLLM does not let it wait for the ranks"
     rig.scheduler.update_state_after_alloc(request, table(request), 0)
     assert rig.forward(request, 2 * N - 1) is None
+    return rig, later, request
+
+
+@pytest.mark.parametrize("held", [0, 2, 3])
+def test_who_must_not_read_learns_late_what_is_stored(held):
+    rig, later, request = unread_and_late(held)
     later.run()
     assert not any(question.claims for question in rig.ranks.questions)
     save = rig.forward(request, N + 2, all_offers(3))
@@ -208,20 +214,12 @@ def test_who_must_not_read_learns_late_what_is_stored(held):
 @pytest.mark.parametrize("held", [0, 3])
 def test_who_must_not_read_is_stored_by_its_last_chunk_whatever_is_answered(held):
     """It may end with that step: rather twice than not at all."""
-    later = Later()
-    request = make_request(tokens=3 * N + 1)
-    request.skip_reading_prefix_cache = True
-    rig = Rig(Ranks(executor=later))
-    if held:
-        rig.holds(request, held, held)
-    assert rig.match(request) == (0, False)
-    rig.scheduler.update_state_after_alloc(request, table(request), 0)
-    assert rig.forward(request, 2 * N - 1) is None
+    rig, later, request = unread_and_late(held)
     save = rig.forward(request, N + 2, all_offers(3))
     assert attention_of(save) == [0, 1, 2] and [end for end, _ in save.states] == [3]
     rig.scheduler.request_finished(request)
     later.run()
-    assert not rig.ranks.pins
+    assert rig.ranks.pins == 0
 
 
 def test_a_request_that_neither_reads_nor_stores_is_not_looked_up():
