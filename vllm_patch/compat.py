@@ -330,7 +330,8 @@ def publish_checkpoints_once() -> None:
     its hash in place of the boundary's. For a drafter of several MTP modules hashes cover more
     than the next token, so where few tokens follow that boundary its hash is known only after the
     step. Then the block is published again, as the state at the boundary. Only then connectors are
-    offered it.
+    offered it. The code of 0.32 has the same gap where it publishes the last tokens of a step late
+    (``num_reprefillable_tokens``); 192 programs did not show it there.
     Symptom: with asynchronous scheduling the state of an earlier token is found, and offered to
     connectors, as that of the boundary: the next request that begins with this prompt and its
     answer gets wrong tokens, with or without a connector.
@@ -352,6 +353,7 @@ def publish_checkpoints_once() -> None:
         if self.num_cached_block.get(name, 0) <= column:
             self.num_cached_block[name] = column + 1
             if published is not None:
+                # The caller offers only what was full before this call.
                 block = self.req_to_blocks[name][column]
                 offer = name, self.kv_cache_group_id, block, position
                 self._pending_boundary_state_offloads.append(offer)

@@ -75,7 +75,7 @@ def planned(speculative: Mapping[str, Any], unit: int) -> dict[str, str]:
         unit: as in :func:`why_hits_are_shorter`.
 
     Raises:
-        ConfigError: it does not say what drafts.
+        ConfigError: it does not say what drafts, or not how many tokens in a number.
     """
     method = speculative.get("method")
     if not isinstance(method, str):
@@ -84,6 +84,9 @@ def planned(speculative: Mapping[str, Any], unit: int) -> dict[str, str]:
             'files; add "method", such as "mtp" or "eagle".'
         )
     method = "mtp" if method.endswith("_mtp") else method  # names that vLLM still takes
+    drafted = speculative.get("num_speculative_tokens")
+    if drafted is not None and type(drafted) is not int:
+        raise ConfigError(f"num_speculative_tokens={drafted!r} is not a number; write 1 or more.")
     kept = speculative.get("disable_eagle_block_drop", False)
     said = {}
     for release, methods in _DROPPING.items():
@@ -94,8 +97,9 @@ def planned(speculative: Mapping[str, Any], unit: int) -> dict[str, str]:
             said[release] = _NOTHING_LOST
         elif causes:
             said[release] = f"{_lost(unit, causes)} {too_short(unit)}"
-        elif method == "mtp" and (drafted := speculative.get("num_speculative_tokens", 0)) > 1:
-            said[release] = f"{_NOTHING_LOST} {_SEVERAL_MODULES.format(drafted)}"
+        elif method == "mtp" and drafted != 1:
+            ahead = drafted or "num_speculative_tokens"
+            said[release] = f"{_NOTHING_LOST} {_SEVERAL_MODULES.format(ahead)}"
         else:
             said[release] = _NOTHING_LOST
     return said

@@ -132,7 +132,7 @@ class Admission:
                 return None
             found = result.attention
             if tracker.request.skip_reading_prefix_cache:
-                self.learn(tracker, wait=True)
+                self.learn_stored(tracker, wait=True)
                 found = tracker.stored.attention
             tracker.checkpoints.junction = found * self._plan.block_size
             gain = self._judge(tracker, result, num_computed_tokens)
@@ -224,7 +224,7 @@ class Admission:
             self._pins.ask(lookup)
         return True
 
-    def learn(self, tracker: RequestTracker, wait: bool = False) -> None:
+    def learn_stored(self, tracker: RequestTracker, wait: bool = False) -> None:
         """Take the answer to the lookup of what is stored already, if there is one by now.
 
         Args:
@@ -232,7 +232,7 @@ class Admission:
         """
         lookup = tracker.background
         if lookup is not None:
-            result = self._wait.poll(lookup, once=True) if wait else lookup.poll()
+            result = self._wait.poll(lookup, last_chance=True) if wait else lookup.poll()
             if result is not None:
                 self.answered(tracker, lookup, result)
 

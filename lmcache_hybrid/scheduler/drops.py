@@ -30,7 +30,10 @@ UNCACHEABLE = (
     "this prompt is never cached: it has prompt embeddings, media that are not cached, or a tag "
     "that LMCache does not take."
 )
-COMPUTED = "vLLM lets no request wait that asks for prompt_logprobs. Nothing was removed."
+NEVER_WAITS = (
+    "vLLM lets no request wait that must not read its cache (prompt_logprobs, some pooling). "
+    "Nothing was removed."
+)
 UNKNOWN_ADAPTER = "a rank does not know the content of the LoRA adapter. Nothing was removed."
 UNANSWERED = "a rank did not answer in time. Some records may be gone: repeat it."
 UNEXPECTED = "an unexpected error, see the engine's log. Some records may be gone: repeat it."
@@ -204,7 +207,7 @@ class Drops:
         if drop.answer is not None:
             return False
         if request.skip_reading_prefix_cache:
-            self._refuse(drop, COMPUTED)
+            self._refuse(drop, NEVER_WAITS)
             return False
         drop.ends = drop.ends or time.monotonic() + DROP_SECONDS
         if drop.pending is None:

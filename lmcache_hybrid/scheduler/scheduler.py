@@ -338,8 +338,8 @@ class HybridScheduler:
         offers = block_state.boundary_state_offloads
         for request_id in dict.fromkeys((*self._may_store, *offers)):
             tracker, offered = self._trackers.get(request_id), offers.get(request_id, ())
-            is_saved = tracker is not None and (tracker.saving or tracker.background is not None)
-            if tracker is None or request_id not in scheduled or not is_saved:
+            may_save = tracker is not None and (tracker.saving or tracker.background is not None)
+            if tracker is None or request_id not in scheduled or not may_save:
                 # Finished, preempted or waiting: its blocks may belong to another by now.
                 self._drop_offers(tracker, offered)
                 if tracker is None or not tracker.save:
@@ -371,7 +371,7 @@ class HybridScheduler:
         block_state: KVConnectorBlockState,
     ) -> SaveSpec | None:
         """Plan the save of a request for a step that computes ``scheduled`` of its tokens."""
-        self._admission.learn(tracker)
+        self._admission.learn_stored(tracker)
         if not tracker.saving:
             return None
         request = tracker.request
@@ -441,7 +441,7 @@ class HybridScheduler:
             self._planner.drop_offers("beside_others", len(offers))
             return False
         if tracker is not None:
-            self._admission.learn(tracker)
+            self._admission.learn_stored(tracker)
         if tracker is None or not tracker.saving or tracker.background is not None:
             self._drop_offers(tracker, offers)
             return False

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Max seconds where no other request can run: empty steps would take the CPU from the lookup.
 IDLE_SECONDS = 0.005
 # And for a lookup that can be waited for in this pass only.
-ONCE_SECONDS = 0.05
+LAST_CHANCE_SECONDS = 0.05
 # Max share of a step to wait for lookups just sent while others run, and its bounds in seconds.
 # A store on this machine answers within it, which saves the request one whole step.
 BUSY_SHARE = 0.05
@@ -39,23 +39,23 @@ class LookupWait:
         least, most = BUSY_SECONDS
         busy = min(most, max(least, (now - self._began) * BUSY_SHARE))
         self._idle, self._left, self._began = idle, IDLE_SECONDS if idle else busy, now
-        self._once = ONCE_SECONDS if idle else busy
+        self._last_chance = LAST_CHANCE_SECONDS if idle else busy
 
-    def poll(self, lookup: PendingLookup, once: bool = False) -> LookupResult | None:
+    def poll(self, lookup: PendingLookup, last_chance: bool = False) -> LookupResult | None:
         """Wait for a lookup, as long as this pass may.
 
         Args:
-            once: its request runs with this pass, whether there is a result or not.
+            last_chance: its request runs with this pass, whether there is a result or not.
 
         Returns:
             Its result; None while pending.
         """
         # A lookup from an earlier pass shows a slow store; each pass would wait again.
         waits = self._idle or lookup.sent >= self._began
-        began, left = time.monotonic(), self._once if once else self._left
+        began, left = time.monotonic(), self._last_chance if last_chance else self._left
         result = lookup.poll(max(0.0, left) if waits else 0.0)
         self._left -= time.monotonic() - began
-        self._once -= time.monotonic() - began
+        self._last_chance -= time.monotonic() - began
         return result
 
     def idle(self, wait: Callable[[float], bool]) -> bool:

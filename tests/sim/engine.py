@@ -73,7 +73,7 @@ def install(patch) -> None:
     patch.setattr(kept_names, "time", Clock())
     patch.setattr(waits, "IDLE_SECONDS", 0)
     patch.setattr(waits, "BUSY_SECONDS", (0.0, 0.0))
-    patch.setattr(waits, "ONCE_SECONDS", 0)
+    patch.setattr(waits, "LAST_CHANCE_SECONDS", 0)
     orders.install(patch, ToyRank.running_connector)
     saves.install(patch)
     device.install(patch)

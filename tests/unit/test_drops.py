@@ -62,7 +62,7 @@ def test_a_request_that_vllm_does_not_let_wait_is_refused():
     request.skip_reading_prefix_cache = True
     rig.holds(request, 3, 3)
     assert rig.match(request) == (0, False)
-    assert end(rig, request) == {"error": drops.COMPUTED}
+    assert end(rig, request) == {"error": drops.NEVER_WAITS}
     assert not rig.ranks.drops and left(rig)
     assert rig.scheduler.counts.drops == {"refused": 1}
 

@@ -9,6 +9,7 @@ from sim.setup import Setup
 from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 
 from lmcache_hybrid.config import drafts
+from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY, plan_groups
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.prompt import extended, inner_hashes, prefix_of
@@ -149,7 +150,8 @@ OLD, NEW_RULES = "the last 784 tokens of each hit, because this release", "Hits 
 @pytest.mark.parametrize(
     "method, more, old, new",
     [
-        ("mtp", {}, OLD, NEW_RULES),
+        ("mtp", {}, OLD, "at least num_speculative_tokens tokens"),
+        ("mtp", {"num_speculative_tokens": 1}, OLD, "to this drafter."),
         ("qwen3_next_mtp", {}, OLD, NEW_RULES),
         ("eagle3", {"num_speculative_tokens": 4}, OLD, "to this drafter."),
         ("mtp", {"num_speculative_tokens": 4}, OLD, "a hit ends where at least 4 tokens"),
@@ -170,6 +172,12 @@ def test_what_is_lost_can_be_told_before_there_is_an_engine(method, more, old, n
     for sentence, words in zip(said.values(), (old, new)):
         assert words in sentence and sentence.endswith(".")
         assert ("fewer than 1,568 tokens" in sentence) is ("784" in sentence)
+
+
+@pytest.mark.parametrize("tokens", ["3", True, 1.5])
+def test_how_many_are_drafted_is_a_number(tokens):
+    with pytest.raises(ConfigError, match="num_speculative_tokens=.* write 1 or more"):
+        drafts.planned({"method": "mtp", "num_speculative_tokens": tokens}, N)
 
 
 @pytest.mark.parametrize("method", "mtp eagle eagle3 dflash dspark ngram draft_model".split())

@@ -250,7 +250,7 @@ def test_who_runs_whatever_is_answered_is_waited_for_longer_where_nobody_else_wa
     third = make_request("third", tokens=5 * N + 1)
     third.skip_reading_prefix_cache = True
     rig.scheduler.get_num_new_matched_tokens(third, 0)
-    assert waits == [module.ONCE_SECONDS, 0, module.BUSY_SECONDS[0]]
+    assert waits == [module.LAST_CHANCE_SECONDS, 0, module.BUSY_SECONDS[0]]
 
 
 def test_beside_others_only_what_was_just_asked_is_waited_for(rig, waits):

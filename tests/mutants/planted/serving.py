@@ -256,8 +256,8 @@ DEFECTS = (
     one(
         "offers of requests that are not scheduled are stored",
         SCHEDULER,
-        "if tracker is None or request_id not in scheduled or not is_saved:",
-        "scheduled.setdefault(request_id, 0)\n            if tracker is None or not is_saved:",
+        "if tracker is None or request_id not in scheduled or not may_save:",
+        "scheduled.setdefault(request_id, 0)\n            if tracker is None or not may_save:",
     ),
     Defect(
         "blocks are copied before the forward wrote them",

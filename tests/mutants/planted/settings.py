@@ -272,7 +272,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a drop that can never be done is begun",
         "lmcache_hybrid/scheduler/drops.py",
-        "            self._refuse(drop, COMPUTED)\n            return False\n",
+        "            self._refuse(drop, NEVER_WAITS)\n            return False\n",
         "            pass\n",
     ),
     one(
