@@ -56,7 +56,7 @@ sim: venv  ## a million simulated steps from random seeds: a quarter of an hour;
 	$(BIN)/python -m tests.sim.report
 
 mutants: venv  ## plant every known defect, one at a time: the fast tests must find it
-	$(BIN)/python tests/mutants/run.py
+	$(BIN)/python -m tests.mutants.run
 
 # It makes an environment for each pair, so its own holds nothing of vLLM's.
 DRIVER := .compat/driver
@@ -68,14 +68,14 @@ $(DRIVER)/.ready: Makefile
 asked = $(if $(filter command environment,$(origin $(1))),--$(2) $($(1)))
 
 compat: $(DRIVER)/.ready  ## the tests on releases of VLLM= and LMCACHE= (or newest), by default on all supported pairs; E2E=all for every engine test
-	$(DRIVER)/bin/python tests/compat/run.py $(call asked,VLLM,vllm) $(call asked,LMCACHE,lmcache) $(call asked,E2E,e2e)
+	$(DRIVER)/bin/python -m tests.compat.run $(call asked,VLLM,vllm) $(call asked,LMCACHE,lmcache) $(call asked,E2E,e2e)
 
 soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/generated/soak.json
-	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/generated/soak.json
+	$(BIN)/python -u -m tests.soak.soak --minutes $(SOAK_MINUTES) --out docs/generated/soak.json
 	$(BIN)/python -m tests.soak.report
 
 soak-events: venv  ## 1,000 prompts whose hits are foreseen from KV events; figures go to docs/generated/events.json
-	$(BIN)/python -u tests/soak/kv_events.py --out docs/generated/events.json; status=$$?; \
+	$(BIN)/python -u -m tests.soak.kv_events --out docs/generated/events.json; status=$$?; \
 	$(BIN)/python -m tests.soak.report && exit $$status
 
 bench-reuse: venv  ## replay traces of prompts: twelve minutes; figures go to docs/generated/reuse.json
@@ -127,10 +127,10 @@ wheel: venv  ## sdist and wheel, in dist/
 	$(BIN)/python -m build --no-isolation
 
 deployment-check: venv  ## the files in examples/ by real tools: promtool, Prometheus, Compose, Helm, where they are here; CHART=folder
-	$(BIN)/python tests/packaging/deployment_check.py $(if $(CHART),--chart $(CHART))
+	$(BIN)/python -m tests.packaging.deployment_check $(if $(CHART),--chart $(CHART))
 
 release-check: venv  ## build, check and install a release as users do; runs the demo from the wheel
-	$(UV_TORCH) $(BIN)/python tests/packaging/release.py \
+	$(UV_TORCH) $(BIN)/python -m tests.packaging.release \
 		--vllm "$(VLLM_PACKAGE)==$(VLLM)" --lmcache "lmcache==$(LMCACHE)" --torch "$(TORCH)"
 
 clean:  ## remove the environment and caches

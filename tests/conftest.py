@@ -11,14 +11,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import leftovers
 import pytest
-import turns
 from hypothesis import settings
-from marks import COLLECTED
+
+from tests import leftovers, turns
+from tests.marks import COLLECTED
 
 if TYPE_CHECKING:
-    from bucket import Bucket
+    from tests.bucket import Bucket
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 # Errors that this package keeps away from vLLM are raised all the same, in engines of tests too.
@@ -136,7 +136,7 @@ def redis_url() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def bucket() -> Iterator["Bucket"]:
     """A bucket on a real S3 server, with the credentials for it in the environment."""
-    from bucket import CREDENTIALS, Bucket
+    from tests.bucket import CREDENTIALS, Bucket
 
     with closing(Bucket()) as bucket, pytest.MonkeyPatch.context() as patch:
         for name, value in CREDENTIALS.items():

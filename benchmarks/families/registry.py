@@ -2,11 +2,7 @@
 """Ask vLLM's model registry which architectures have recurrent layers."""
 
 import multiprocessing
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class Architecture:
 
 
 def _ask(found: multiprocessing.Queue) -> None:
-    import standins
+    from tests.e2e import standins
 
     standins.torchvision()
     from vllm.model_executor.models.interfaces import is_hybrid

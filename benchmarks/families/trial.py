@@ -5,7 +5,6 @@ Needs the checkout: the engine is that of ``tests/e2e``.
 """
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -14,11 +13,9 @@ from threading import Timer
 from typing import Any
 
 from lmcache_hybrid.tools.tiny_models import make_model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
-import standins  # noqa: E402
-from engine import Answer, Engine, EngineDied  # noqa: E402
-from prompts import Case, v2_cases  # noqa: E402
+from tests.e2e import standins
+from tests.e2e.engine import Answer, Engine, EngineDied
+from tests.e2e.prompts import Case, v2_cases
 
 TOKENS = 4
 EXCEPTION = r"^(?:\S.*\] +)?((?:[\w.]+\.)?\w*(?:Error|Exception)\b.*)$"

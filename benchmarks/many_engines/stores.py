@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stores that engines share: a server of this run's own, a folder, a bucket, or yours."""
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -70,8 +68,7 @@ def opened(kind: str, url: str = "") -> Iterator[Store]:
         with tempfile.TemporaryDirectory(prefix="many-engines-") as folder:
             yield Store(f"fs://localhost:0{folder}")
     else:
-        sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-        from bucket import CREDENTIALS, Bucket
+        from tests.bucket import CREDENTIALS, Bucket
 
         bucket = Bucket()
         try:

@@ -68,7 +68,7 @@ def _mp(title: str, release: str, *server: str, store: str = "") -> Arm:
 
 def _offloading(title: str, spec: str, store: str = "", **more: Any) -> Arm:
     extra = {"cpu_bytes_to_use": RAM_GB << 30, "spec_name": spec}
-    extra |= {"spec_module_path": "host_offloading", **more}
+    extra |= {"spec_module_path": "tests.e2e.host_offloading", **more}
     connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     connector |= {"engine_id": "peers-$server"}  # names its memory in /dev/shm
     return Arm(title, connector={**connector, "kv_connector_extra_config": extra}, store=store)

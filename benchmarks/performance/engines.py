@@ -8,7 +8,6 @@ each answers a short prompt right before it is timed (:func:`wake`).
 
 import asyncio
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,10 +16,8 @@ from typing import Any
 
 from benchmarks.performance import empty
 from benchmarks.performance.model import DTYPE, Model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
-from engine import Engine  # noqa: E402
-from narrow import narrow_port  # noqa: E402, F401
+from tests.e2e.engine import Engine
+from tests.e2e.narrow import narrow_port  # noqa: F401
 
 PROMPT = 10_976
 UNIT = 64

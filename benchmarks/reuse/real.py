@@ -9,7 +9,6 @@ generates its own answers, so they take the place of the trace's in later prompt
 
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,9 +26,7 @@ from benchmarks.reuse import traces  # noqa: E402
 from benchmarks.reuse.engine import ReplayEngine, Setup  # noqa: E402
 from lmcache_hybrid.config.own_options import CHECKPOINT_KEY  # noqa: E402
 from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
-from engine import Engine  # noqa: E402
+from tests.e2e.engine import Engine  # noqa: E402
 
 FAMILY, BLOCK_SIZE, STATE_GROUPS = "lfm2", 128, 2
 SCALE = BLOCK_SIZE / 784

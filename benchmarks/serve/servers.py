@@ -7,7 +7,6 @@ the server is that of ``tests/e2e``.
 
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +16,7 @@ from urllib.request import Request, urlopen
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
-from api_server import ApiServer  # noqa: E402
+from tests.e2e.api_server import ApiServer
 
 ENVIRONMENT = {
     "LMCACHE_LOG_LEVEL": "ERROR",

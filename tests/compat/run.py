@@ -2,7 +2,6 @@
 """Runs the tests on other releases of vLLM and LMCache: ``make compat``."""
 
 import json
-import sys
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -12,12 +11,10 @@ import typer
 from packaging.version import Version
 from rich.console import Console
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.reuse.report import replace  # noqa: E402
-from lmcache_hybrid.upstream.versions import PAIRS  # noqa: E402
-from tests.compat.cells import (  # noqa: E402
+from benchmarks.reuse.report import replace
+from lmcache_hybrid.upstream.versions import PAIRS
+from tests import ROOT
+from tests.compat.cells import (
     FOLDER,
     STAGES,
     Cell,
@@ -27,8 +24,8 @@ from tests.compat.cells import (  # noqa: E402
     source_of,
     wheel_of,
 )
-from tests.compat.moved import changed, missing_and_where  # noqa: E402
-from tests.compat.newest import named  # noqa: E402
+from tests.compat.moved import changed, missing_and_where
+from tests.compat.newest import named
 
 REPORT = FOLDER / "report.md"
 FIGURES, PAGE = ROOT / "docs/generated/compat.json", ROOT / "docs/compat.md"

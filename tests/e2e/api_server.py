@@ -16,9 +16,9 @@ from typing import Self
 from urllib.request import Request, urlopen
 
 import yaml
-from processes import Forked, own_core, run_script
 
 from lmcache_hybrid import tools
+from tests.e2e.processes import Forked, own_core, run_script
 
 COMMAND = Path(tools.__file__).with_name("vllm_command.py")
 START_SECONDS, STOP_SECONDS, WRITE_SECONDS = 300, 60, 60

@@ -3,11 +3,11 @@
 from functools import cache
 from pathlib import Path
 
-from processes import inspect_models_here
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from lmcache_hybrid.tools.doctor.model import Model, read_model
 from lmcache_hybrid.tools.flags import parse_flags
+from tests.e2e.processes import inspect_models_here
 
 
 @cache

@@ -11,13 +11,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import disks
-import records
-from bucket import CREDENTIALS, EXTRA, Bucket
-from engine import Answer, Engine
-from proxy import Proxy
-
 from lmcache_hybrid.config.own_options import CHECKPOINT_KEY
+from tests.bucket import CREDENTIALS, EXTRA, Bucket
+from tests.e2e import disks, records
+from tests.e2e.engine import Answer, Engine
+from tests.e2e.proxy import Proxy
 
 N = 128
 # LMCache gives its references back after a write has ended.

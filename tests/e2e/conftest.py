@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM answers by itself, once per family, and engines on stores that tests break."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from broken_store import OPENERS, Site  # noqa: E402
-from golden import Golden, record_golden  # noqa: E402
-
-from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
+from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.broken_store import OPENERS, Site
+from tests.e2e.golden import Golden, record_golden
 
 
 @pytest.fixture(scope="module")

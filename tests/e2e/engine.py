@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import engine_child
-import v2
 import yaml
-from processes import FORKS, own_core
+
+from tests.e2e import engine_child, v2
+from tests.e2e.processes import FORKS, own_core
 
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 # Bytes of vLLM's KV cache and of LMCache's pool: each engine's start writes zeros to all of them.

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
-from processes import compile_nothing, fork_what_is_spawned, inspect_models_here
+from tests.e2e.processes import compile_nothing, fork_what_is_spawned, inspect_models_here
 
 
 def text_file(end: Connection, mode: str) -> TextIO:
@@ -356,7 +356,7 @@ class Child:
 
     def fault(self, name: str, **arguments):
         """Run a method of :class:`inside.Inside` on this engine."""
-        from inside import Inside
+        from tests.e2e.inside import Inside
 
         if self._inside is None:
             self._inside = Inside(self._llm, self._worker().worker)

@@ -4,9 +4,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine import Answer, Engine
-from prompts import Case, cases
-from short_models import make_short_model
+from tests.e2e.engine import Answer, Engine
+from tests.e2e.prompts import Case, cases
+from tests.e2e.short_models import make_short_model
 
 FAMILIES = ("qwen3_next", "granite4", "lfm2", "falcon_h1")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imported by the server that V2 engines are forked from, before anything else."""
 
-import v2
+from tests.e2e import v2
 
 v2.use_interpreter()
 

@@ -13,7 +13,7 @@ class RayCpuPlatform(CpuPlatform):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return "ray_communicator.SpreadCpuCommunicator"
+        return "tests.e2e.ray_communicator.SpreadCpuCommunicator"
 
 
 def name() -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 import xxhash
-from bucket import Bucket
 
 from lmcache_hybrid.storage import record
+from tests.bucket import Bucket
 
 
 def is_state(record: Path) -> bool:

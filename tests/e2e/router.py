@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from blocks import block_size, described
-from engine import Engine
-from subscriber import ATTENTION, Subscriber
-
 from lmcache_hybrid.storage.record import record_bytes
+from tests.e2e.blocks import block_size, described
+from tests.e2e.engine import Engine
+from tests.e2e.subscriber import ATTENTION, Subscriber
 
 # Blocks of a whole conversation.
 BLOCKS = 4

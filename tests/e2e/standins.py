@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import gpu_kernels
+from tests.e2e import gpu_kernels
 
 
 class _Any(type):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from blocks import block_size
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e import v2
+from tests.e2e.blocks import block_size
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -29,18 +30,10 @@ def plant():
         (key, block) for key, block in targets(self, load) if key.kind != STATE
     ]
 """
-# Imported by every process before anything else, see v2.py.
-V2_ON_CPU = f"""
-import sys
-sys.path.append({str(Path(__file__).parent)!r})
-import v2
-sys.path.pop()
-v2.use_interpreter()
-"""
 LESS_WORK = """
 import sys
 
-import v2
+from tests.e2e import v2
 
 def plant():
     v2.run_fewer_programs()
@@ -65,13 +58,13 @@ def plugin(folder: Path, code: str) -> Path:
 
 
 def accept(
-    model: Path, folder: Path, config: dict, *options: str, path: Path | None = None, **env: str
+    model: Path, folder: Path, config: dict, *options: str, path: str = "", **env: str
 ) -> tuple[int, str, dict]:
     """Exit code, output (standard error first) and report of the command."""
     lmcache, report = folder / "lmcache.yaml", folder / "report.json"
     lmcache.write_text(yaml.safe_dump({"max_local_cpu_size": 0.5, **config}))
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    paths = [*filter(None, [path and str(path), os.environ.get("PYTHONPATH")])]
+    paths = [*filter(None, [path, os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "VLLM_CPU_OMP_THREADS_BIND": str(worker % (os.cpu_count() or 1)),
@@ -174,7 +167,7 @@ def test_states_that_are_not_restored_fail_and_the_prompts_are_named(
         tmp_path,
         {"local_cpu": True},
         *("--quick", "--", *FLAGS),
-        path=planted,
+        path=str(planted),
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     assert code == 1, output
@@ -193,15 +186,14 @@ def test_states_that_are_not_restored_fail_and_the_prompts_are_named(
 
 
 def test_the_v2_runner_is_accepted(model: Path, tmp_path: Path) -> None:
-    folder = plugin(tmp_path / "triton", LESS_WORK)
-    (folder / "sitecustomize.py").write_text(V2_ON_CPU)
+    path = f"{plugin(tmp_path / 'triton', LESS_WORK)}{os.pathsep}{v2.OF_RANKS['PYTHONPATH']}"
     flags = ("--max-model-len", "1024", "--num-gpu-blocks-override", "64", *FLAGS)
     code, output, report = accept(
         model,
         tmp_path,
         {"local_cpu": True},
         *("--quick", "--", *flags),
-        path=folder,
+        path=path,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     assert code == 0, output

@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-from engine import Engine, EngineDied
-from marks import slow
-from prompts import cases
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.engine import Engine, EngineDied
+from tests.e2e.prompts import cases
+from tests.marks import slow
 
 pytestmark = pytest.mark.engine
 

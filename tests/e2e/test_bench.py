@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from processes import own_core
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.processes import own_core
 
 # tests/unit/test_bench.py covers what it asks and says.
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

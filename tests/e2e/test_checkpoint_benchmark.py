@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import own_core
+
+from tests.e2e.processes import own_core
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

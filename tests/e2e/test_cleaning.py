@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine import Answer, Engine
-from promql import Exported
+
+from tests.e2e.engine import Answer, Engine
+from tests.e2e.promql import Exported
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

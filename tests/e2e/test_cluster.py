@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from broken_store import CUTS, N
-from engine import Engine
 from redis.crc import key_slot
-from servers import SLOTS, Cluster, Node, wait_for
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.broken_store import CUTS, N
+from tests.e2e.engine import Engine
+from tests.servers import SLOTS, Cluster, Node, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -11,13 +11,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from api_server import ApiServer
-from blocks import block_size
-from hub import MODEL, Hub
-from processes import own_core
-from short_models import make_short_model
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.api_server import ApiServer
+from tests.e2e.blocks import block_size
+from tests.e2e.processes import own_core
+from tests.e2e.short_models import make_short_model
+from tests.hub import MODEL, Hub
 
 pytestmark = pytest.mark.engine
 

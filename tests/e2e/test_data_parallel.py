@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from api_server import Server
-from blocks import block_size
-from records import RedisShelf
 from redis import Redis
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.api_server import Server
+from tests.e2e.blocks import block_size
+from tests.e2e.records import RedisShelf
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

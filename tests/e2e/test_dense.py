@@ -11,13 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from engine import Engine
-from golden import assert_close
 from packaging.version import Version
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from lmcache_hybrid.tools.tiny_models import make_model
 from lmcache_hybrid.upstream.lmcache_home import NEW, OLD, take
+from tests.e2e.engine import Engine
+from tests.e2e.golden import assert_close
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

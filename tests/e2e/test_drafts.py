@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import drafting
 import pytest
-import v2
-from engine import Answer, Engine
 from vllm.config import VllmConfig
+
+from tests.e2e import drafting, v2
+from tests.e2e.engine import Answer, Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hub import MODEL, Hub
-from processes import Forked, own_core, run_script
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.processes import Forked, own_core, run_script
+from tests.hub import MODEL, Hub
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -9,10 +9,11 @@ bfloat16 otherwise, so there only the first token is compared.
 """
 
 import pytest
-from bucket import EXTRA, Bucket
-from engine import Engine
-from golden import FAMILIES, Golden
-from marks import slow
+
+from tests.bucket import EXTRA, Bucket
+from tests.e2e.engine import Engine
+from tests.e2e.golden import FAMILIES, Golden
+from tests.marks import slow
 
 pytestmark = pytest.mark.engine
 

@@ -8,14 +8,13 @@ that was promised and failed is warned of once, with the request's ID and the re
 
 import shutil
 
-import disks
 import pytest
-import records
-from broken_store import Prompt, Site, new_prompt
-from engine import Answer
-from marks import slow
 
 from lmcache_hybrid.storage.record import VERSION
+from tests.e2e import disks, records
+from tests.e2e.broken_store import Prompt, Site, new_prompt
+from tests.e2e.engine import Answer
+from tests.marks import slow
 
 pytestmark = pytest.mark.engine
 AWAY = "is gone from|did not answer|does not say where"

@@ -5,16 +5,16 @@ import json
 from pathlib import Path
 
 import pytest
-from blocks import block_size, described
-from engine import Answer, Engine
-from golden import assert_close
-from marks import slow
-from prompts import cases, shortened
 from typer.testing import CliRunner
 
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.blocks import block_size, described
+from tests.e2e.engine import Answer, Engine
+from tests.e2e.golden import assert_close
+from tests.e2e.prompts import cases, shortened
+from tests.marks import slow
 
 pytestmark = pytest.mark.engine
 

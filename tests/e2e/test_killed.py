@@ -7,10 +7,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-import records
-from broken_store import CUTS, POOL, REDIS, Prompt, Site, new_prompt, redis_behind_proxy
-from engine import Engine, EngineDied
-from marks import slow
+
+from tests.e2e import records
+from tests.e2e.broken_store import CUTS, POOL, REDIS, Prompt, Site, new_prompt, redis_behind_proxy
+from tests.e2e.engine import Engine, EngineDied
+from tests.marks import slow
 
 pytestmark = pytest.mark.engine
 

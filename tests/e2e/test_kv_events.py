@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from router import Asks, free_ports, publishing, room_for
-from subscriber import Subscriber
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 
 from lmcache_hybrid.storage.disk.files import OLD_PROMPTS
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.router import Asks, free_ports, publishing, room_for
+from tests.e2e.subscriber import Subscriber
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

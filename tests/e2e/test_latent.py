@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import standins
-from engine import Engine
-from records import RedisShelf
 from redis import Redis
 
 from lmcache_hybrid.storage.record import read_header
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e import standins
+from tests.e2e.engine import Engine
+from tests.e2e.records import RedisShelf
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.two_cores]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.two_cores]
 NEEDED = ("torchvision", "latent_attention", "delta_attention")
 RANKS = {
     "tensor_parallel_size": 2,
-    "worker_cls": "latent.LatentWorker",
+    "worker_cls": "tests.e2e.latent.LatentWorker",
     "prepare": partial(standins.install, NEEDED),
     "max_num_seqs": 4,
     "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},

@@ -5,8 +5,9 @@ import random
 from urllib.parse import urlsplit
 
 import pytest
-from engine import Engine
-from narrow import narrow_port
+
+from tests.e2e.engine import Engine
+from tests.e2e.narrow import narrow_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

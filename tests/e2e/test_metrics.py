@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import records
-from engine import Engine
-from promql import Exported, names, of_alerts, of_dashboard
+
+from tests.e2e import records
+from tests.e2e.engine import Engine
+from tests.e2e.promql import Exported, names, of_alerts, of_dashboard
 
 ROOT = Path(__file__).parents[2]
 BOARD = ROOT / "examples" / "observability" / "dashboard.json"

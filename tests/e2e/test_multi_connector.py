@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
-from engine import CONNECTOR, Engine, EngineDied
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.engine import CONNECTOR, Engine, EngineDied
 
 pytestmark = pytest.mark.engine
 
@@ -17,7 +17,7 @@ OFFLOADING = {
     "kv_connector_extra_config": {
         "cpu_bytes_to_use": 128 << 20,
         "spec_name": "HostOffloadingSpec",
-        "spec_module_path": "host_offloading",
+        "spec_module_path": "tests.e2e.host_offloading",
     },
 }
 

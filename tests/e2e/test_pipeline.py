@@ -5,15 +5,15 @@ import random
 from pathlib import Path
 
 import pytest
-import v2
-from blocks import block_size
-from engine import Answer, Engine
-from records import DiskShelf, FolderShelf, RedisShelf, Shelf
 from redis import Redis
-from test_scale import check_close
 
 from lmcache_hybrid.storage.record import Header, read_header
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e import v2
+from tests.e2e.blocks import block_size
+from tests.e2e.engine import Answer, Engine
+from tests.e2e.records import DiskShelf, FolderShelf, RedisShelf, Shelf
+from tests.e2e.test_scale import check_close
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.two_cores]
 
@@ -23,7 +23,7 @@ def options(size: int, shards: int) -> dict:
     return {
         "pipeline_parallel_size": 2,
         "tensor_parallel_size": shards,
-        "worker_cls": "pipeline.StageWorker",
+        "worker_cls": "tests.e2e.pipeline.StageWorker",
         # A state at the end of every block.
         "max_num_batched_tokens": size,
         "prefix_cache_retention_interval": None,
@@ -120,7 +120,7 @@ def test_two_stages_on_the_v2_runner(model_dir: Path, tmp_path: Path) -> None:
     stages = {
         "runner": "v2",
         "pipeline_parallel_size": 2,
-        "worker_cls": "pipeline.StageWorker",
+        "worker_cls": "tests.e2e.pipeline.StageWorker",
         "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **v2.OF_RANKS},
     }
     lengths = (size + 57, 2 * size + 9)

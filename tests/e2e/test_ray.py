@@ -13,12 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from api_server import COMMAND
-from blocks import block_size
-from lan import Host, end, lan
-from test_hosts import BLOCKS, CLOCKS, Engine, addresses, check_strangers, prompt, until
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests import ROOT
+from tests.e2e.api_server import COMMAND
+from tests.e2e.blocks import block_size
+from tests.e2e.lan import Host, end, lan
+from tests.e2e.test_hosts import BLOCKS, CLOCKS, Engine, addresses, check_strangers, prompt, until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
@@ -38,8 +39,10 @@ def paths(folder: Path) -> str:
     info = folder / "ray_cpu-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ray-cpu\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nray_cpu=ray_platform:name\n")
-    return f"{Path(__file__).parent}:{folder}"
+    (info / "entry_points.txt").write_text(
+        "[vllm.platform_plugins]\nray_cpu=tests.e2e.ray_platform:name\n"
+    )
+    return f"{ROOT}:{folder}"
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from blocks import block_size
-from engine import CONNECTOR, Answer, Engine, EngineDied
-from marks import slow
-from records import RedisShelf
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.blocks import block_size
+from tests.e2e.engine import CONNECTOR, Answer, Engine, EngineDied
+from tests.e2e.records import RedisShelf
+from tests.marks import slow
 
 pytestmark = pytest.mark.engine
 

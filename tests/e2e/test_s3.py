@@ -2,9 +2,10 @@
 """Faults of a bucket under a running engine: the answer is the computed one, the engine lives."""
 
 import pytest
-import records
-from broken_store import Site
-from engine import Answer
+
+from tests.e2e import records
+from tests.e2e.broken_store import Site
+from tests.e2e.engine import Answer
 
 pytestmark = [
     pytest.mark.engine,

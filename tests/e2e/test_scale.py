@@ -5,13 +5,13 @@ import random
 from pathlib import Path
 
 import pytest
-from blocks import block_size
-from engine import Answer, Engine, EngineDied
-from marks import slow
-from prompts import cases
-from records import is_state
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.blocks import block_size
+from tests.e2e.engine import Answer, Engine, EngineDied
+from tests.e2e.prompts import cases
+from tests.e2e.records import is_state
+from tests.marks import slow
 
 pytestmark = pytest.mark.engine
 

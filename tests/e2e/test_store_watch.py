@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from blocks import block_size
-from engine import Engine
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.blocks import block_size
+from tests.e2e.engine import Engine
 
 # tests/unit/test_store_watch.py covers it in `make test`.
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import uneven
-from engine import Answer, Engine
-from records import FolderShelf
 
 from lmcache_hybrid.storage.record import read_header
+from tests.e2e import uneven
+from tests.e2e.engine import Answer, Engine
+from tests.e2e.records import FolderShelf
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

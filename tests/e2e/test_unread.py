@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
-from engine import Engine
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.engine import Engine
 
 # tests/unit/test_admission.py covers the promise in `make test`.
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -13,15 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import records
-import v2
-from blocks import block_size
-from engine import Answer, Engine
-from golden import FAMILIES, assert_close
-from marks import slow
-from prompts import Case, v2_cases
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e import records, v2
+from tests.e2e.blocks import block_size
+from tests.e2e.engine import Answer, Engine
+from tests.e2e.golden import FAMILIES, assert_close
+from tests.e2e.prompts import Case, v2_cases
+from tests.marks import slow
 
 pytestmark = pytest.mark.engine
 

@@ -2,8 +2,9 @@
 """Window attention beside full attention (Gemma-3), with vLLM's hybrid KV cache manager on."""
 
 import pytest
-from engine import Engine
-from golden import Golden, record_golden
+
+from tests.e2e.engine import Engine
+from tests.e2e.golden import Golden, record_golden
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-import engine_child
 import pytest
-from engine import Engine
 
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e import engine_child
+from tests.e2e.engine import Engine
 
 pytestmark = pytest.mark.engine
 

@@ -12,17 +12,17 @@ import threading
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests import ROOT
+
 ENVIRONMENT = {"TRITON_INTERPRET": "1"}
-_HERE = Path(__file__).parent
 # Added where ranks are processes of their own, which know of the interpreter only by this.
 OF_RANKS = {
     "PYTHONPATH": os.pathsep.join(
-        [f"{_HERE}/interpreted", str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [f"{ROOT}/tests/e2e/interpreted", str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
 }
 # Start-up runs as many tokens as a step may hold, and the interpreter runs each kernel's
@@ -129,11 +129,10 @@ class Server(forkserver.ForkServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_forkserver_preload(["preload_v2"])
+        self.set_forkserver_preload(["tests.e2e.preload_v2"])
 
     def ensure_running(self) -> None:
-        here = str(Path(__file__).parent)
-        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         # It drops what it is told of sys.path.
         with mock.patch.dict(os.environ, PYTHONPATH=path):
             super().ensure_running()

@@ -15,17 +15,7 @@ from pathlib import Path
 
 # Ours, so that a fork takes them from the tree it is told. LMCache is not imported before a
 # fork either: its compiled parts must come after vLLM's.
-COLD = (
-    "lmcache",
-    "lmcache_hybrid",
-    "vllm_patch",
-    "tests",
-    "unit",
-    "sim",
-    "repairs",
-    "servers",
-    "conftest",
-)
+COLD = ("lmcache", "lmcache_hybrid", "vllm_patch", "tests", "benchmarks")
 WARM = (
     "torch",
     "pytest",
@@ -158,7 +148,7 @@ def _turn_to(tree: Path) -> None:
     for name in [n for n in sys.modules if n.split(".")[0] in COLD]:
         del sys.modules[name]
     root = str(Path(__file__).parents[2])
-    sys.path[:] = [str(tree), *(p for p in sys.path if p not in ("", root, f"{root}/tests"))]
+    sys.path[:] = [str(tree), *(p for p in sys.path if p not in ("", root))]
     importlib.invalidate_caches()
     os.environ["PYTHONPATH"] = str(tree)
     os.chdir(tree)

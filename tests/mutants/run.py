@@ -14,11 +14,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.mutants import forks, table, tree  # noqa: E402
-from tests.mutants.defect import Defect  # noqa: E402
-from tests.mutants.defects import DEFECTS  # noqa: E402
+from tests.mutants import forks, table, tree
+from tests.mutants.defect import Defect
+from tests.mutants.defects import DEFECTS
 
 SUITE = ("tests/unit", "tests/sim", "tests/repairs")
 # It reads what is planted, so it would fail for every defect.

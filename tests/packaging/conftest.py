@@ -4,7 +4,8 @@
 from pathlib import Path
 
 import pytest
-from building import build, copy_sources
+
+from tests.packaging.building import build, copy_sources
 
 
 @pytest.fixture(scope="session")

@@ -27,14 +27,11 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/e2e")]
-
-from engine import Engine  # noqa: E402
-from promql import of_dashboard  # noqa: E402
-from servers import free_ports, wait_for  # noqa: E402
-
-from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
+from lmcache_hybrid.tools.tiny_models import make_model
+from tests import ROOT
+from tests.e2e.engine import Engine
+from tests.e2e.promql import of_dashboard
+from tests.servers import free_ports, wait_for
 
 DOCKER, WATCH = ROOT / "examples/docker", ROOT / "examples/observability"
 VALUES = ROOT / "examples/kubernetes/values.yaml"

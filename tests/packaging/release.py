@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from building import ROOT, build, build_older, copy_sources
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(ROOT))
-
-from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
+from lmcache_hybrid.tools.tiny_models import make_model
+from tests.packaging.building import ROOT, build, build_older, copy_sources
 
 FOLDER = ROOT / "build/release"
 UNTESTED = {"LMCACHE_HYBRID_ALLOW_UNTESTED": "1"}

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment_files import (
+from typer.testing import CliRunner
+
+from lmcache_hybrid.tools.accept.run import Run
+from lmcache_hybrid.tools.cli import app
+from tests.packaging.deployment_files import (
     KUBERNETES,
     ROOT,
     compose,
@@ -19,10 +23,6 @@ from deployment_files import (
     plain,
     pod_of,
 )
-from typer.testing import CliRunner
-
-from lmcache_hybrid.tools.accept.run import Run
-from lmcache_hybrid.tools.cli import app
 
 ACCEPT = ROOT / "docs/accept.md"
 RECORDS = "/var/lib/lmcache-hybrid"  # the volume that outlives the container

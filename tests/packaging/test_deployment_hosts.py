@@ -10,7 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from deployment_files import (
+from typer.testing import CliRunner
+
+from lmcache_hybrid.tools.cli import app
+from tests.packaging.deployment_files import (
     DOCKER,
     KUBERNETES,
     ROOT,
@@ -22,9 +25,6 @@ from deployment_files import (
     plain,
     pod_of,
 )
-from typer.testing import CliRunner
-
-from lmcache_hybrid.tools.cli import app
 
 N = 272
 PAGE = (ROOT / "docs/hosts.md").read_text()

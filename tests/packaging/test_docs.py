@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import re
-import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,20 +20,17 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from benchmarks.peers import report as peers_report
+from benchmarks.weights import report as weights_report
 from lmcache_hybrid.config import stores
 from lmcache_hybrid.config.lmcache_options import EXTRA_OPTIONS, OPTIONS
 from lmcache_hybrid.config.own_options import OWN_OPTIONS
 from lmcache_hybrid.tools.sizing import catalogue
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, compute
 from lmcache_hybrid.tools.tiny_families import FAMILIES
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.peers import report as peers_report  # noqa: E402
-from benchmarks.weights import report as weights_report  # noqa: E402
-from tests.sim import report as sim_report  # noqa: E402
-from tests.soak import report as soak_report  # noqa: E402
+from tests import ROOT
+from tests.sim import report as sim_report
+from tests.soak import report as soak_report
 
 DOCS = ROOT / "docs"
 

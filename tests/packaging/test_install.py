@@ -6,7 +6,8 @@ import venv
 from pathlib import Path
 
 import pytest
-from building import build_older, run
+
+from tests.packaging.building import build_older, run
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ import venv
 from pathlib import Path
 
 import pytest
-from building import ROOT
-from servers import heed_ctrl_c, wait_for
+
+from tests.packaging.building import ROOT
+from tests.servers import heed_ctrl_c, wait_for
 
 PARTS = ("Makefile", "pyproject.toml", ".ci/make_venv.sh", ".ci/overrides.txt")
 # What a machine has anyway; make_venv.sh and make's recipes take no other.

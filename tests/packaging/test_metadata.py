@@ -13,9 +13,10 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from building import ROOT, run
 from packaging.specifiers import SpecifierSet
 from readme_renderer.markdown import render
+
+from tests.packaging.building import ROOT, run
 
 MINORS = [f"3.{minor}" for minor in range(8, 20)]
 

@@ -4,8 +4,9 @@
 from pathlib import Path
 
 import pytest
-from marks import COLLECTED
-from promises import Collected, Promise, collect, of_session, problems, read
+
+from tests.marks import COLLECTED
+from tests.packaging.promises import Collected, Promise, collect, of_session, problems, read
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests/promises.toml"

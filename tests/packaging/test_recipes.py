@@ -3,7 +3,6 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,11 @@ from lmcache.v1.config import LMCacheEngineConfig
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from benchmarks.recipes import report
 from lmcache_hybrid.config import lmcache_config
 from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
 from lmcache_hybrid.tools.sizing import catalogue
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.recipes import report  # noqa: E402
+from tests import ROOT
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from building import ROOT, run
+
+from tests.packaging.building import ROOT, run
 
 PACKAGES = ("lmcache_hybrid", "vllm_patch")
 

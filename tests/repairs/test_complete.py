@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from unit.test_hooks import targets_of
 
 from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage import read_reservation as staging
@@ -17,6 +16,7 @@ from lmcache_hybrid.storage.disk import make_backend
 from lmcache_hybrid.storage.remote import make_connector
 from lmcache_hybrid.tools import repairs as listed
 from tests.compat.names import HOOKS
+from tests.unit.test_hooks import targets_of
 from vllm_patch import compat, cpu, events, partial_hits, sessions
 
 from . import test_pool, test_vllm  # noqa: F401  (fills TESTED)

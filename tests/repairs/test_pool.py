@@ -4,11 +4,11 @@
 import threading
 
 from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
-from unit.test_host_memory import SIZE as POOL_SIZE
-from unit.test_host_memory import cudart, no_options  # noqa: F401
 
 from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage.read_reservation import ReadReservation
+from tests.unit.test_host_memory import SIZE as POOL_SIZE
+from tests.unit.test_host_memory import cudart, no_options  # noqa: F401
 
 from .raw import Raw, happens
 from .repair import shows_bug_of

@@ -9,14 +9,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from sim.engine import SimEngine, Stuck, install
-from sim.model import WrongBytes
-from sim.program import TRUNKS, Run, Tally
-from sim.reset import replace_weights, reset_all
-from sim.setup import Setup, base_config
-from sim.shrunk import SHRUNK
-from sim.storage import N, Pool, close_storage
-from unit.helpers import STATE_SPEC, engine_config
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -26,6 +18,14 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 import vllm_patch
+from tests.sim.engine import SimEngine, Stuck, install
+from tests.sim.model import WrongBytes
+from tests.sim.program import TRUNKS, Run, Tally
+from tests.sim.reset import replace_weights, reset_all
+from tests.sim.setup import Setup, base_config
+from tests.sim.shrunk import SHRUNK
+from tests.sim.storage import N, Pool, close_storage
+from tests.unit.helpers import STATE_SPEC, engine_config
 from vllm_patch import compat, cpu, events, look_ahead, partial_hits, sessions, sleep
 
 from .repair import Repair, shows_bug_of, without

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often a router foresees an engine's hits from its events alone: ``--help`` lists options.
 
-    python tests/soak/kv_events.py --out events.json
+    python -m tests.soak.kv_events --out events.json
 
 RAM and disk are too small for the prompts, so both evict all the time. The engine is restarted
 on the same disk, every other time after a ``kill -9``. Every tenth ask waits until no event has
@@ -11,7 +11,6 @@ come for a second, all others for 50 ms. See ``make soak-events``.
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,17 +20,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from vllm.distributed.kv_events import BlockRemoved
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent)]
-
-from engine import Engine  # noqa: E402
-from reference import header  # noqa: E402
-from router import Asks, free_ports, publishing, room_for  # noqa: E402
-from subscriber import Subscriber  # noqa: E402
-from vllm.distributed.kv_events import BlockRemoved  # noqa: E402
-
-from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
+from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.engine import Engine
+from tests.e2e.router import Asks, free_ports, publishing, room_for
+from tests.e2e.subscriber import Subscriber
+from tests.soak.reference import header
 
 SETTLED, HURRIED = 1.0, 0.05  # seconds without an event
 SETTLED_EVERY = 10
@@ -172,7 +167,7 @@ def main(
     earlier prompt of the same engine had named what they hit.
     """
     found = {
-        **header("kv_events.py"),
+        **header("kv_events"),
         "seed": seed,
         "conversations": trunks,
         "family": family,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from engine import Answer, Engine
+from tests.e2e.engine import Answer, Engine
 
 TOKENS = 4
 # To measure what a batch changes.
@@ -225,7 +225,7 @@ def memory(samples: list[tuple[float, float]], seconds: float) -> dict:
 def header(script: str) -> dict[str, object]:
     """What a soak's JSON file begins with: its command, the time and the releases that ran."""
     return {
-        "command": " ".join(["python", f"tests/soak/{script}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"tests.soak.{script}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "versions": _versions(),
     }

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long run: a real engine under a mixed stream while its stores break.
 
-    python tests/soak/soak.py --minutes 30 --out soak.json
+    python -m tests.soak.soak --minutes 30 --out soak.json
 
 Every answer is compared with that of a vLLM without a connector. See ``make soak``.
 """
 
 import json
-import sys
 import tempfile
 import time
 import traceback
@@ -16,14 +15,10 @@ from typing import Annotated
 
 import typer
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent)]
-
-import reference  # noqa: E402
-from reference import MODES, Reference, header  # noqa: E402
-from stream import Failed, Soak  # noqa: E402
-
-from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
+from lmcache_hybrid.tools.tiny_models import make_model
+from tests.soak import reference
+from tests.soak.reference import MODES, Reference, header
+from tests.soak.stream import Failed, Soak
 
 PHASES = (
     ("ram", "granular"),
@@ -85,7 +80,7 @@ def main(
         raise typer.BadParameter(f"choose from {', '.join(map('/'.join, PHASES))}")
     started = time.monotonic()
     figures = {
-        **header("soak.py"),
+        **header("soak"),
         "minutes": minutes,
         "seed": seed,
     }

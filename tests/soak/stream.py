@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import reference
 import typer
-from engine import Answer, Engine, EngineDied
-from reference import CHANCE_OF_BURST, ENVIRONMENT, MODES, TOKENS, Reference, rss, sample
-from trouble import Disk, Fault, Ram, Redis, Store
+
+from tests.e2e.engine import Answer, Engine, EngineDied
+from tests.soak import reference
+from tests.soak.reference import CHANCE_OF_BURST, ENVIRONMENT, MODES, TOKENS, Reference, rss, sample
+from tests.soak.trouble import Disk, Fault, Ram, Redis, Store
 
 SECONDS_BETWEEN_FAULTS = 3.0
 CHANCE_TO_FORGET = 0.9

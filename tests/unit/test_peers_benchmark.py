@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How ``benchmarks.peers`` judges answers, and what its tables say of them."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.peers import report  # noqa: E402
-from benchmarks.peers.arms import ARMS, BASE, RELEASES  # noqa: E402
-from benchmarks.peers.probe import NOISE, judge, prompts  # noqa: E402
-from benchmarks.peers.servers import DAMAGE_EVERY, first_error, spoil  # noqa: E402
+from benchmarks.peers import report
+from benchmarks.peers.arms import ARMS, BASE, RELEASES
+from benchmarks.peers.probe import NOISE, judge, prompts
+from benchmarks.peers.servers import DAMAGE_EVERY, first_error, spoil
 
 N = 384
 PLACES = {"folder": "/tmp/x", "redis": 7, "server": 8, "chunk": N}

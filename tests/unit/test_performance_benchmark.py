@@ -2,15 +2,12 @@
 """Figures of engines with different models never stand side by side unmarked."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.performance import report  # noqa: E402
-from benchmarks.performance.engines import short_prompt  # noqa: E402
+from benchmarks.performance import report
+from benchmarks.performance.engines import short_prompt
 
 MODEL = {"family": "f", "layers": 8, "parameters": 2_000_000, "dtype": "float32"}
 HERE, THERE = MODEL | {"block_size": 640}, MODEL | {"block_size": 256}

@@ -17,11 +17,9 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Bbox
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks import drawing  # noqa: E402
-from benchmarks.performance import plot as performance  # noqa: E402
-from benchmarks.reuse import plot as reuse  # noqa: E402
+from benchmarks import drawing
+from benchmarks.performance import plot as performance
+from benchmarks.reuse import plot as reuse
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "docs/generated"

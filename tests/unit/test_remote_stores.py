@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import redis
 import torch
-from servers import Cluster, HalfCluster, Sentinels, wait_for
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
+from tests.servers import Cluster, HalfCluster, Sentinels, wait_for
 
 from .helpers import payload_of, put
 from .store_box import (

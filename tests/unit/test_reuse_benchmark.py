@@ -2,24 +2,21 @@
 """The reuse benchmark counts right: its traces, its references, its replay."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.reuse import replay, report, traces  # noqa: E402
-from benchmarks.reuse.engine import ReplayEngine, Setup  # noqa: E402
-from benchmarks.reuse.reference import (  # noqa: E402
+from benchmarks.reuse import replay, report, traces
+from benchmarks.reuse.engine import ReplayEngine, Setup
+from benchmarks.reuse.reference import (
     Foresight,
     LruReference,
     MarconiReference,
     Oracle,
     chain_of,
 )
-from benchmarks.reuse.traces import Span, tokens  # noqa: E402
-from lmcache_hybrid.config.own_options import CHUNK_ENDS  # noqa: E402
+from benchmarks.reuse.traces import Span, tokens
+from lmcache_hybrid.config.own_options import CHUNK_ENDS
 
 N = 16
 A, B, C, D, E = (Span(name, length) for name, length in zip("ABCDE", (20, 30, 30, 30, 30)))

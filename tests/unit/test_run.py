@@ -12,10 +12,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from servers import wait_for
 from typer import BadParameter, Exit
 
 from tests import run, turns
+from tests.servers import wait_for
 
 KNOWN = {"a": 100.0, "b": 60.0, "c": 50.0, "d": 1.0, "e": 1.0}
 

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formulae behind docs/scale.md count what lookups, loads and saves ask for."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.performance.path import prefix_of  # noqa: E402
-from benchmarks.performance.shapes import QWEN36_27B, SMALL  # noqa: E402
-from benchmarks.scale.model import Sizes, Stream, demand, hot_key_bytes  # noqa: E402
-from lmcache_hybrid.protocol.prefix import load_keys  # noqa: E402
+from benchmarks.performance.path import prefix_of
+from benchmarks.performance.shapes import QWEN36_27B, SMALL
+from benchmarks.scale.model import Sizes, Stream, demand, hot_key_bytes
+from lmcache_hybrid.protocol.prefix import load_keys
 
 
 def sizes_of(shape, ranks: int = 1) -> Sizes:

@@ -4,7 +4,6 @@
 import json
 import os
 import struct
-import sys
 from pathlib import Path
 from types import SimpleNamespace as Namespace
 
@@ -46,8 +45,6 @@ from .store_box import (  # noqa: F401
     valkey,
 )
 from .stored.commands import store_of
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 SECRET = bytes(range(32))
 MINE, OTHERS = KeyedDigester(SECRET), KeyedDigester(SECRET[::-1])

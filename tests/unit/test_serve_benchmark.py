@@ -2,15 +2,12 @@
 """What the benchmark of servers counts of a run with new prefixes."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.serve import cold_report, hits  # noqa: E402
-from benchmarks.serve.client import Workload  # noqa: E402
+from benchmarks.serve import cold_report, hits
+from benchmarks.serve.client import Workload
 
 WORKLOAD = Workload(prefixes=3, each=2, prefix_tokens=4096, suffix_tokens=128, output_tokens=16)
 N = 640

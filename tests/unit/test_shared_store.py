@@ -3,25 +3,22 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.performance.shapes import SMALL  # noqa: E402
-from benchmarks.scale import measure  # noqa: E402
-from lmcache_hybrid.core.digests import DIGEST_BYTES  # noqa: E402
-from lmcache_hybrid.storage.record import HEADER_BYTES  # noqa: E402
-from lmcache_hybrid.storage.remote import redis, servers  # noqa: E402
-from lmcache_hybrid.tools.cli import app  # noqa: E402
-from lmcache_hybrid.tools.sizing import sharing  # noqa: E402
-from lmcache_hybrid.tools.sizing.blocks import Group, Sizes  # noqa: E402
-from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE  # noqa: E402
-from lmcache_hybrid.tools.sizing.sharing import Sharing  # noqa: E402
-from lmcache_hybrid.tools.sizing.storage import Workload  # noqa: E402
+from benchmarks.performance.shapes import SMALL
+from benchmarks.scale import measure
+from lmcache_hybrid.core.digests import DIGEST_BYTES
+from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage.remote import redis, servers
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.sizing import sharing
+from lmcache_hybrid.tools.sizing.blocks import Group, Sizes
+from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE
+from lmcache_hybrid.tools.sizing.sharing import Sharing
+from lmcache_hybrid.tools.sizing.storage import Workload
 
 BLOCKS = 5
 # Of records of 1,000 and 2,000 bytes.

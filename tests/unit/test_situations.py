@@ -3,7 +3,7 @@
 
 from collections import Counter
 
-from situations import PAGE, situations, written
+from tests.situations import PAGE, situations, written
 
 
 def test_the_page_has_the_rows() -> None:

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of the scheduler's steps measures steps that store, and a hit that hits."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.steps import hints
+from benchmarks.steps.measure import PER_STEP, N, Rig, measure, request
 
-from benchmarks.steps import hints  # noqa: E402
-from benchmarks.steps.measure import PER_STEP, N, Rig, measure, request  # noqa: E402
-
-from . import helpers  # noqa: E402, F401  # so that blocks have hashes
+from . import helpers  # noqa: F401  # so that blocks have hashes
 
 BLOCKS = 2 * PER_STEP
 

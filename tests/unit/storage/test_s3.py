@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bucket import DENIED, Bucket
 
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.storage.remote import s3
+from tests.bucket import DENIED, Bucket
 
 from ..helpers import payload_of, put
 from ..store_box import KEYS, SIZE, Box, N, flip, until

