@@ -6,18 +6,16 @@ that of ``tests/e2e``. Rows of another vLLM stay in the file; `make compat` has 
 other releases.
 """
 
-import json
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
 
-from benchmarks.machine import machine, versions
+from benchmarks.figures import origin, page_of, read, replace, versions, write
 
 PAGE = "how-it-works.md"
 # A prompt's tokens past 2 N.
@@ -40,23 +38,19 @@ def main(
     alone: vLLM's own hit in an engine without a connector. The others are of one engine with
     LMCache's RAM: vLLM's own hit, and the hit in the store.
     """
-    known = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    known = read(out) if out.exists() else {"rows": []}
     if not render_only:
         with tempfile.TemporaryDirectory() as folder, Progress() as progress:
             rows = measure(Path(folder), families.split(","), drafts.split(","), progress)
         ours = {part(row) for row in rows}
         kept = [row for row in known["rows"] if part(row) not in ours]
         known = {
-            "date": date.today().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
+            **origin(),
             "rows": sorted([*kept, *rows], key=lambda row: (row["vllm"], row["model"])),
         }
-        out.write_text(json.dumps(known, indent=1) + "\n")
-    page = out.absolute().parent.with_name(PAGE)
+        write(out, known)
+    page = page_of(out, PAGE)
     if page.exists():
-        from benchmarks.reuse.report import replace
-
         replace(page, "depth", table(known["rows"]))
     print(table(known["rows"]))
 

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m benchmarks.digests: what a key costs; figures and a table."""
 
-import json
-import os
-import platform
 import re
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from benchmarks.figures import header, write
 from benchmarks.performance.shapes import SHAPES
 from lmcache_hybrid.core.digests import PLAIN, Digester, KeyedDigester
 from lmcache_hybrid.storage.record import CHUNK_BYTES, digests_of
@@ -41,14 +36,12 @@ def main(
     torch.set_num_threads(1)
     size = SHAPES[shape].layers * SHAPES[shape].state_bytes
     figures = {
-        "command": shlex.join(["python", "-m", "benchmarks.digests", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        **header("benchmarks.digests"),
         "bytes": size,
         "chunk_bytes": CHUNK_BYTES,
         "gb_per_s": {kind: measure(size, digester) for kind, digester in KINDS.items()},
     }
-    out.write_text(json.dumps(figures, indent=1) + "\n")
+    write(out, figures)
     page.write_text(TABLE.sub(lambda _: table(figures), page.read_text()))
 
 

@@ -18,6 +18,7 @@ import typer  # noqa: E402
 
 from benchmarks.families import report  # noqa: E402
 from benchmarks.families.plan import PLAN  # noqa: E402
+from benchmarks.figures import read, write
 
 PAGE = Path("docs/families/index.md")
 
@@ -34,7 +35,7 @@ def main(
     """Start each family's tiny model without and with LMCache, and compare what they answer."""
     if not render_only:
         _write(out, only.split(",") if only else list(PLAN), runners.split(","), seconds)
-    figures = json.loads(out.read_text())
+    figures = read(out)
     report.fill(PAGE, figures)
     typer.echo(report.table(figures))
 
@@ -44,7 +45,7 @@ def _write(out: Path, families: list[str], runners: list[str], seconds: float) -
     from benchmarks.families.registry import hybrids
     from benchmarks.families.trial import attempt
 
-    figures = json.loads(out.read_text()) if out.exists() else {"results": []}
+    figures = read(out) if out.exists() else {"results": []}
     found = hybrids()
     figures["architectures"] = [{"name": a.name, "module": a.module} for a in found if not a.why]
     figures["not_imported"] = {a.name: a.why for a in found if a.why}
@@ -60,7 +61,7 @@ def _write(out: Path, families: list[str], runners: list[str], seconds: float) -
                 rest = [r for r in figures["results"] if (r["family"], r["runner"]) != tried]
                 figures["results"] = [*rest, result]
                 # After each: a run that is cut off has not been for nothing.
-                out.write_text(json.dumps(figures, indent=1) + "\n")
+                write(out, figures)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.families.plan import PLAN
-from benchmarks.reuse.report import replace
+from benchmarks.figures import markdown, replace
 from lmcache_hybrid.tools.tiny_families import FAMILIES
 
 RUNNERS = ("v1", "v2")
@@ -24,8 +24,11 @@ def table(figures: dict[str, Any]) -> str:
         rows.append([f"`{name}`", f"`{family}`", *_shape(runs)])
         rows[-1] += [_cell(run, reasons) for run in runs]
         rows[-1].append(", ".join(sorted({s for run in runs if run for s in run["standins"]})))
-    lines = ["| " + " | ".join(row) + " |" for row in [HEAD, ["---"] * len(HEAD), *rows]]
-    lines += ["", *(f"{number}. {text}" for number, text in enumerate(reasons, 1))]
+    lines = [
+        markdown(HEAD, rows, left=len(HEAD)),
+        "",
+        *(f"{number}. {text}" for number, text in enumerate(reasons, 1)),
+    ]
     return "\n".join([*lines, "", _untried(known)])
 
 

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m benchmarks.folders: records in files, read through LMCache and plainly, in turns."""
 
-import json
 import os
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -22,8 +18,7 @@ import torch  # noqa: E402
 import typer  # noqa: E402
 from lmcache.v1.config import LMCacheEngineConfig  # noqa: E402
 
-from benchmarks.machine import machine, versions  # noqa: E402
-from benchmarks.reuse.report import page_of, replace  # noqa: E402
+from benchmarks.figures import header, markdown, page_of, read, replace, write
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey  # noqa: E402
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore  # noqa: E402
 from lmcache_hybrid.storage.record import digests_of, record_bytes  # noqa: E402
@@ -54,19 +49,16 @@ def main(
     """Read 48 records of 16 MB, as a load does up to the check of their bytes."""
     if not render_only:
         figures = {
-            "command": shlex.join(["python", "-m", "benchmarks.folders", *sys.argv[1:]]),
-            "date": date.today().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
+            **header("benchmarks.folders"),
             "rounds": rounds,
             "bytes": COUNT * record_bytes(PAYLOAD),
             "threads": READERS,
             "seconds": measure(folder, rounds),
         }
-        out.write_text(json.dumps(figures, indent=1) + "\n")
-    page = page_of(out).with_name(PAGE)
+        write(out, figures)
+    page = page_of(out, PAGE)
     if page.exists():
-        replace(page, "folders", table(json.loads(out.read_text())))
+        replace(page, "folders", table(read(out)))
 
 
 def measure(folder: Path | None, rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -151,22 +143,22 @@ def evict(files: list[Path]) -> None:
 
 
 def table(figures: dict) -> str:
-    rows = [
-        "| Files are | plain reads, GB/s | through the connector, GB/s | of plain | goal |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
+    head = ["Files are", "plain reads, GB/s", "through the connector, GB/s", "of plain", "goal"]
+    rows = []
     for place, goal in PLACES.items():
         plain, connector = (median(figures["seconds"][place][w]) for w in ("plain", "connector"))
         rows.append(
-            f"| {place} | {figures['bytes'] / plain / 1e9:.2f} "
-            f"| {figures['bytes'] / connector / 1e9:.2f} | {100 * plain / connector:.0f} % "
-            f"| {100 * goal:.0f} % |"
+            [
+                place,
+                *(f"{figures['bytes'] / seconds / 1e9:.2f}" for seconds in (plain, connector)),
+                *(f"{100 * share:.0f} %" for share in (plain / connector, goal)),
+            ]
         )
     said = (
         f"`{figures['command']}`, {COUNT} records of {PAYLOAD / 1e6:.0f} MB, {figures['threads']} "
         f"threads, medians of {figures['rounds']}; {figures['machine']}, {figures['date']}."
     )
-    return "\n".join(rows) + "\n\n" + said
+    return f"{markdown(head, rows)}\n\n{said}"
 
 
 if __name__ == "__main__":

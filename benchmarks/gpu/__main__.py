@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m benchmarks.gpu: the table of docs/gpu.md, from reports of `lmcache-hybrid accept`."""
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from benchmarks.figures import read
 
 TABLE = re.compile(r"(?<=<!-- gpu:begin -->\n).*?(?=<!-- gpu:end -->)", re.S)
 HEAD = (
@@ -23,7 +24,7 @@ def main(
     page: Annotated[Path, typer.Option(help="Page with the table.")] = Path("docs/gpu.md"),
 ) -> None:
     """Fill the page's table anew; measures nothing."""
-    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    reports = [read(path) for path in sorted(folder.glob("*.json"))]
     page.write_text(TABLE.sub(lambda _: table(reports), page.read_text()))
 
 

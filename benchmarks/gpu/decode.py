@@ -8,11 +8,9 @@ answers are not. Run it again with ``--alone`` for the engine without a connecto
 import json
 import os
 import random
-import shlex
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -20,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 import benchmarks.quiet  # noqa: F401  # before vLLM
-from benchmarks.machine import versions
+from benchmarks.figures import header, write
 
 HITS = "vllm:external_prefix_cache_hits"
 # Tokens of each prompt beyond its length, which no hit covers.
@@ -87,15 +85,13 @@ def main(
             arguments["kv_transfer_config"] = transfer
         engine = Timed({**arguments, **json.loads(flags)})
         figures = {
-            "command": shlex.join(["python", "-m", "benchmarks.gpu.decode", *sys.argv[1:]]),
-            "date": date.today().isoformat(),
-            "versions": versions(),
+            **header("benchmarks.gpu.decode"),
             **engine.facts,
             "first_token_ms": engine.first_tokens(list(map(int, lengths.split(","))), rounds),
         }
-        out.write_text(json.dumps(figures, indent=1) + "\n")  # what follows takes longer
+        write(out, figures)  # what follows takes longer
         figures["between_tokens_ms"] = engine.between_tokens(rounds)
-        out.write_text(json.dumps(figures, indent=1) + "\n")
+        write(out, figures)
         engine.stop()
     sys.stdout.flush()
     os._exit(0)  # LMCache's event loop thread would keep the interpreter alive

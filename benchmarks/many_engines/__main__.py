@@ -4,25 +4,20 @@
 Ends with 1 if a record was lost or damaged.
 """
 
-import json
 import secrets
-import shlex
-import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from benchmarks.machine import machine, versions
+from benchmarks.figures import header, read, replace, write
 from benchmarks.many_engines import report
 from benchmarks.many_engines.engine import Seen, Settings
 from benchmarks.many_engines.processes import started, total
 from benchmarks.many_engines.stores import KINDS, Store, kind_of, opened
 from benchmarks.progress import shown
-from benchmarks.reuse.report import replace
 from benchmarks.serve.options import chosen
 
 PAGE = "scale.md"
@@ -51,7 +46,7 @@ def main(
     import benchmarks.quiet  # noqa: F401  # for the engines only: a test imports this file
 
     kinds = (kind_of(url),) if url else chosen(store, KINDS, "store")
-    figures: dict[str, Any] = json.loads(out.read_text()) if out and out.exists() else {"runs": {}}
+    figures: dict[str, Any] = read(out) if out and out.exists() else {"runs": {}}
     for kind in () if render_only else kinds:
         with opened(kind, url) as place:
             settings = Settings(
@@ -68,14 +63,11 @@ def main(
             )
             found = measured(place, settings, seconds)
         figures["runs"][kind] = {
-            "command": shlex.join(["python", "-m", "benchmarks.many_engines", *sys.argv[1:]]),
-            "date": date.today().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
+            **header("benchmarks.many_engines"),
             **found,
         }
         if out:
-            out.write_text(json.dumps(figures, indent=1) + "\n")
+            write(out, figures)
     if out and (page := out.absolute().parent.with_name(PAGE)).exists():
         replace(page, "many", report.markdown(figures["runs"]))
     Console().print(report.table(figures["runs"]))

@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks import figures
+
 TITLES = {"redis": "Redis", "fs": "fs://", "s3": "S3"}
 
 
@@ -61,12 +63,10 @@ def _count(run: dict[str, Any], name: str) -> str:
 
 def markdown(runs: dict[str, dict[str, Any]]) -> str:
     head, *others = rows(runs)
-    lines = [head, ["---", *["---:"] * len(runs)], *others]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     commands = dict.fromkeys(
         f"`{run['command']}`; {run['date']}, {run['machine']}." for run in runs.values()
     )
-    return "\n\n".join([table, *commands])
+    return "\n\n".join([figures.markdown(head, others), *commands])
 
 
 def table(runs: dict[str, dict[str, Any]]) -> Table:

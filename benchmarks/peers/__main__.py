@@ -6,7 +6,6 @@ interpreter, and writes the table of docs/connectors.md from the file. An arm th
 replaces only itself.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.figures import page_of, read
 from benchmarks.peers import report
 from benchmarks.peers.arms import ARMS, BASE, RELEASES, VLLM
 from benchmarks.serve.options import Rounds, chosen
@@ -50,8 +50,8 @@ def main(
                 measure += ["--arms", ",".join(these), "--parts", parts]
                 measure += ["--rounds", str(rounds), "--command", command]
                 subprocess.run(measure, cwd=ROOT, check=True)
-    figures = json.loads(out.read_text())
-    page = out.absolute().parent.with_name("connectors.md")
+    figures = read(out)
+    page = page_of(out, "connectors.md")
     if page.exists():
         report.fill(page, figures)
     for table in report.tables(figures):

@@ -4,13 +4,11 @@
 ``python -m benchmarks.peers`` runs this; each arm is kept in the file as soon as it is measured.
 """
 
-import json
 import random
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +16,7 @@ import typer
 from rich.progress import Progress
 
 import benchmarks.quiet  # noqa: F401  # before vLLM
-from benchmarks.machine import machine, versions
+from benchmarks.figures import origin, read, versions, write
 from benchmarks.peers.arms import ARMS, BASE
 from benchmarks.peers.probe import (
     LATER,
@@ -250,19 +248,17 @@ class _Plan:
 
     def _keep(self, name: str, part: str, figures: Figures) -> None:
         """Write a part of one arm into the file; the vLLM of each environment has a row."""
-        known = json.loads(self.out.read_text()) if self.out.exists() else {"arms": {}}
+        known = read(self.out) if self.out.exists() else {"arms": {}}
         known["model"] = {"family": "qwen3_next", "block_size": self.size, "limits": self.limits}
         known["command"] = self.command
         release = versions()["lmcache"]
         row = known["arms"].setdefault(name if name != BASE else f"{BASE} {release}", {})
         row |= {"title": ARMS[name].title, "lmcache": release}
         row[part] = {
-            "date": date.today().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
+            **origin(),
             **figures,
         }
-        self.out.write_text(json.dumps(known, indent=1) + "\n")
+        write(self.out, known)
 
 
 if __name__ == "__main__":

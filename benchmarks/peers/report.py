@@ -9,8 +9,8 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
+from benchmarks.figures import markdown, replace
 from benchmarks.peers.arms import ARMS, BASE, Arm
-from benchmarks.reuse.report import replace
 
 PAGE_MARKER = "peers"
 RIGHT = (
@@ -38,7 +38,7 @@ Figures = Mapping[str, Any]
 
 def fill(page: Path, figures: Figures) -> None:
     """Put the tables into ``page``, and below them what they were measured on."""
-    parts = [_markdown(RIGHT, right(figures)), _markdown(FAST, fast(figures)), made(figures)]
+    parts = [markdown(RIGHT, right(figures)), markdown(FAST, fast(figures)), made(figures)]
     replace(page, PAGE_MARKER, "\n\n".join(part for part in parts if part))
 
 
@@ -205,8 +205,3 @@ def made(figures: Figures) -> str:
 
 def _dated(part: Any) -> bool:
     return isinstance(part, Mapping) and "date" in part
-
-
-def _markdown(head: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [list(head), ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) if rows else ""

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m benchmarks.performance: ask all questions, write figures, page and plot."""
 
-import json
 import logging
-import shlex
-import sys
 import tempfile
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
 import benchmarks.quiet  # noqa: F401  # before vLLM
-from benchmarks.machine import machine, versions
+from benchmarks.figures import header, page_of, read, write
+from benchmarks.progress import shown
 
 STORE_QUESTIONS = ("restore", "save", "memory", "profile", "lookup")
 ENGINE_QUESTIONS = ("repeats", "whole_blocks", "colds", "decodes", "beside_restores", "mixed")
@@ -57,7 +53,6 @@ def main(
 ) -> None:
     """Measure restores, saves, lookups and steps beside what bounds them."""
     from benchmarks.performance import plot, report, shapes
-    from benchmarks.reuse.report import page_of
 
     if shape not in shapes.SHAPES:
         raise typer.BadParameter(f"{shape} is none of {', '.join(shapes.SHAPES)}")
@@ -65,19 +60,14 @@ def main(
         raise typer.BadParameter(f"there is no question {', '.join(sorted(unknown))}")
     if not render_only:
         asked = [name for name in QUESTIONS if name in (question or [name])]
-        figures = json.loads(out.read_text()) if question and out.exists() else {"answers": {}}
-        figures["versions"] = versions()
-        made = {
-            "command": shlex.join(["python", "-m", "benchmarks.performance", *sys.argv[1:]]),
-            "rounds": rounds,
-            "date": date.today().isoformat(),
-            "machine": machine(),
-        }
+        figures = read(out) if question and out.exists() else {"answers": {}}
+        made = {"rounds": rounds, **header("benchmarks.performance")}
+        figures["versions"] = made.pop("versions")
         logging.disable(logging.ERROR)
         for name, answer in _measure(asked, rounds, shapes.SHAPES[shape]):
             report.keep(figures["answers"], name, {**made, **answer})
-            out.write_text(json.dumps(figures, indent=1) + "\n")
-    figures = json.loads(out.read_text())
+            write(out, figures)
+    figures = read(out)
     plot.draw(figures, out.with_suffix(".svg"))
     page = page_of(out)
     if page.exists():
@@ -91,12 +81,7 @@ def _measure(asked, rounds: int, shape):
     from benchmarks.performance.report import NEED_MODEL
 
     with (
-        Progress(
-            SpinnerColumn(),
-            *Progress.get_default_columns()[:2],
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        ) as progress,
+        shown() as progress,
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
         ExitStack() as stack,
     ):

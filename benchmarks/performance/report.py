@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables out of the figures."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.reuse.report import replace
+from benchmarks.figures import markdown, replace
 
 # Which arm the others are divided by, and what the ratio is called.
 BASES = {
@@ -72,7 +71,7 @@ def _goals(answers: dict) -> str:
             ms = median(answers["lookup"]["transport"][arm]["all"]) * 1e3
             reached = "yes" if ms <= goal else "**no**"
             rows.append([f"lookup, ms: {arm}", f"at most {goal:g}", f"{ms:.3g}", reached])
-    return _table(["", "goal", "measured", "reached"], rows)
+    return markdown(["", "goal", "measured", "reached"], rows)
 
 
 def _limit(answers: dict) -> str:
@@ -176,13 +175,6 @@ def _gain(answers: dict) -> str:
     return " ".join(told)
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(head)]
-    lines.append(["---"] + ["---:"] * (len(lines[0]) - 1))
-    lines += [list(row) for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _spread(values: list[float], scale: float = 1e3) -> str:
     return f"{min(values) * scale:.4g} to {max(values) * scale:.4g}"
 
@@ -201,7 +193,7 @@ def _ratios(name: str, answer: dict) -> str:
         if repeated:
             row += [f"{by / median(values):.1f}", f"{median(values) / median(seconds['vllm']):.3f}"]
         rows.append(row)
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def _short_prompts(name: str, answer: dict) -> str:
@@ -230,7 +222,7 @@ def _restore(name: str, answer: dict) -> str:
     what = "plain read" if name == "restore" else "plain copy"
     head = ["", f"{name} GB/s", f"{what} GB/s", "share", "lowest to highest"]
     size = f"{answer['tokens']:,} tokens of {answer['shape']}, {answer['bytes'] / 1e6:,.0f} MB.\n\n"
-    return size + _table(head, rows)
+    return size + markdown(head, rows)
 
 
 def _throttled(name: str, answer: dict) -> str:
@@ -248,7 +240,7 @@ def _throttled(name: str, answer: dict) -> str:
             ]
         )
     head = ["link", "computed, ms", "`always`", "`faster`", "its slowest", "of these loaded"]
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def _memory(name: str, answer: dict) -> str:
@@ -257,7 +249,7 @@ def _memory(name: str, answer: dict) -> str:
         for backend, grown in answer["grown"].items()
     ]
     size = f"A restore of {answer['bytes'] / 1e6:,.0f} MB.\n\n"
-    return size + _table(["", "MB more at the peak", "MB more after it"], rows)
+    return size + markdown(["", "MB more at the peak", "MB more after it"], rows)
 
 
 def _profile(name: str, answer: dict) -> str:
@@ -266,7 +258,7 @@ def _profile(name: str, answer: dict) -> str:
         for half, parts in halves.items():
             rows.append([f"**{backend}, {half}**", f"**{parts['wall'] * 1e3:.1f}**"])
             rows += [[k, f"{v * 1e3:.1f}"] for k, v in parts.items() if k != "wall" and v > 5e-5]
-    return "Milliseconds; bold: on the clock, else added up over threads.\n\n" + _table(
+    return "Milliseconds; bold: on the clock, else added up over threads.\n\n" + markdown(
         ["", "ms"], rows
     )
 
@@ -282,7 +274,7 @@ def _lookup(name: str, answer: dict) -> str:
         ]
         for arm, found in answer["transport"].items()
     ]
-    return _table(["", "blocks", "round trips", "one rank, ms", "all, with transport, ms"], rows)
+    return markdown(["", "blocks", "round trips", "one rank, ms", "all, with transport, ms"], rows)
 
 
 def _bytes(name: str, answer: dict) -> str:
@@ -291,7 +283,7 @@ def _bytes(name: str, answer: dict) -> str:
         for key, value in answer.items()
         if isinstance(value, int) and key != "rounds"
     ]
-    return _table(["", ""], rows)
+    return markdown(["", ""], rows)
 
 
 _TABLES = {

@@ -5,17 +5,15 @@ Real engines with LMCache's RAM before a disk or Redis, restarted after the stor
 that RAM is empty. Needs the checkout: the engine is that of ``tests/e2e``.
 """
 
-import json
 import statistics
 import tempfile
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.machine import machine, versions
+from benchmarks.figures import origin, page_of, read, replace, write
 from benchmarks.progress import shown
 
 STORES = ("disk", "redis")
@@ -39,17 +37,13 @@ def main(
     """
     if not render_only:
         figures = {
-            "date": date.today().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
+            **origin(),
             **measure(rounds),
         }
-        out.write_text(json.dumps(figures, indent=1) + "\n")
-    times = json.loads(out.read_text())["seconds"]
-    page = out.absolute().parent.with_name("steering.md")
+        write(out, figures)
+    times = read(out)["seconds"]
+    page = page_of(out, "steering.md")
     if page.exists():
-        from benchmarks.reuse.report import replace
-
         replace(page, "prefetch", table(times))
     print(table(times))
 

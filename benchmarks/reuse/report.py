@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of the figures; all of them come from the JSON file."""
 
-from pathlib import Path
+from benchmarks.figures import markdown
 
 # Stores: with room for everything, for a third, and of an engine that is restarted.
 UNLIMITED, THIRD, RESTARTED = "unlimited", "a third", "restarted"
@@ -26,37 +26,13 @@ def checkpoints(figures: dict) -> str:
         ]
         for row in figures["rows"]
     ]
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def _interval(blocks: int | str) -> str:
     if isinstance(blocks, str):
         return "chunk ends"
     return f"{blocks} N" if blocks else "none"
-
-
-def page_of(out: Path) -> Path:
-    """The page of the figures in ``out``: docs/reuse.md of docs/generated/reuse.json."""
-    return out.absolute().parent.with_name(f"{out.stem}.md")
-
-
-def replace(page: Path, marker: str, table: str) -> None:
-    """Put a table between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
-
-    Raises:
-        ValueError: the page lacks a marker.
-    """
-    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
-    before, found, rest = page.read_text().partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found or not found_end:
-        raise ValueError(f"{page} lacks {begin} or {end}")
-    page.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}")
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _percent(share: float | None) -> str:
@@ -96,7 +72,7 @@ def _traces(figures: dict) -> str:
         ]
         for name, trace in figures["traces"].items()
     ]
-    return _table(
+    return markdown(
         [
             "Trace",
             "Requests",
@@ -118,7 +94,7 @@ def _restarted(figures: dict) -> str:
         rows.append([title, *(_percent(run and run["share"]) for run in found)])
     return (
         "The same where vLLM's own cache has room for a tenth of it, and the engine restarts once:"
-        "\n\n" + _table(["", *traces], rows)
+        "\n\n" + markdown(["", *traces], rows)
     )
 
 
@@ -130,7 +106,7 @@ def _shares(figures: dict) -> str:
         rows.append([title, *(_percent(run and run["share"]) for run in runs)])
     return (
         "Hit tokens, as a share of the oracle's at multiples of N (inside blocks are more):\n\n"
-        + _table(["", *(_scenario(*scenario) for scenario in scenarios)], rows)
+        + markdown(["", *(_scenario(*scenario) for scenario in scenarios)], rows)
     )
 
 
@@ -142,7 +118,7 @@ def _finest(figures: dict) -> str:
         runs = [_run(figures, arm, scenario) for scenario in traces]
         if any(runs):
             rows.append([title, *(_percent(run and run["finest_share"]) for run in runs)])
-    return "Hit tokens, as a share of the oracle's at multiples of 16 tokens:\n\n" + _table(
+    return "Hit tokens, as a share of the oracle's at multiples of 16 tokens:\n\n" + markdown(
         ["", *(trace for trace, _ in traces)], rows
     )
 
@@ -157,7 +133,7 @@ def _costs(figures: dict) -> str:
     return (
         "KB stored per prompt token; prefill steps per request beyond the fewest that "
         f"{figures['batch_tokens']:,} tokens a step allow:\n\n"
-        + _table(["", *(_scenario(*scenario) for scenario in scenarios)], rows)
+        + markdown(["", *(_scenario(*scenario) for scenario in scenarios)], rows)
     )
 
 
@@ -177,7 +153,7 @@ def _bytes(figures: dict) -> str:
         runs = [_run(figures, arm, scenario) for scenario in scenarios]
         if any(run and run["saved_pages"] for run in runs):
             rows.append([title, *(_written(run, figures["page_bytes"]) for run in runs)])
-    return "GB written; GB kept at the end:\n\n" + _table(
+    return "GB written; GB kept at the end:\n\n" + markdown(
         ["", *(_scenario(*scenario) for scenario in scenarios)], rows
     )
 
@@ -207,6 +183,6 @@ def _labels(figures: dict) -> str:
             cells.append(_percent(run and run["by_label"][label]["share"]))
         if any(cells):
             rows.append([title, *cells])
-    return "By kind of request, as a share of the oracle's:\n\n" + _table(
+    return "By kind of request, as a share of the oracle's:\n\n" + markdown(
         ["", *(f"{trace}: {label}" for trace, label in columns)], rows
     )

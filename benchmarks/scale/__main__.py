@@ -2,13 +2,7 @@
 """python -m benchmarks.scale: what one Valkey serves; figures and tables."""
 
 import dataclasses
-import json
 import logging
-import os
-import platform
-import shlex
-import sys
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +10,7 @@ from typing import Annotated
 import typer
 
 import benchmarks.quiet  # noqa: F401  # before vLLM
-from benchmarks.reuse.report import page_of
+from benchmarks.figures import header, page_of, read, write
 from benchmarks.scale import report
 from benchmarks.scale.model import Sizes, Stream
 
@@ -39,15 +33,13 @@ def main(
     if not render_only:
         logging.disable(logging.ERROR)
         figures = {
-            "command": shlex.join(["python", "-m", "benchmarks.scale", *sys.argv[1:]]),
-            "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            **header("benchmarks.scale"),
             **_measure(shape),
         }
-        out.write_text(json.dumps(figures, indent=1) + "\n")
+        write(out, figures)
     page = page_of(out)
     if page.exists():
-        report.fill(page, json.loads(out.read_text()))
+        report.fill(page, read(out))
 
 
 def _measure(name: str) -> dict:

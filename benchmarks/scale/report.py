@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of docs/scale.md, all out of docs/generated/scale.json."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.reuse.report import replace
+from benchmarks.figures import markdown, replace
 from benchmarks.scale.model import ENGINES, NIC_BYTES, Sizes, Stream, demand, hot_key_bytes
 
 
@@ -22,13 +21,6 @@ def fill(page: Path, figures: dict) -> None:
     }
     for marker, table in tables.items():
         replace(page, marker, table)
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(head)]
-    lines.append(["---"] + ["---:"] * (len(lines[0]) - 1))
-    lines += [list(row) for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def size(count: float) -> str:
@@ -52,7 +44,7 @@ def _events(figures: dict) -> str:
             [name, commands or "none", size(seen["bytes_in"]), size(seen["bytes_out"]), cpu]
         )
     head = ["Event", "Commands", "To the server", "From the server", "Its CPU time"]
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def _stored(figures: dict) -> str:
@@ -67,7 +59,7 @@ def _stored(figures: dict) -> str:
 
 def _streams(streams: list[Stream]) -> str:
     head = ["Stream", "requests/s", "blocks", "hits", "blocks read", "blocks stored", "states"]
-    return _table(
+    return markdown(
         head,
         [
             [s.name, f"{s.requests:g}", str(s.blocks), f"{100 * s.hits:.0f} %"]
@@ -99,7 +91,7 @@ def _demand(figures: dict, sizes: Sizes, streams: list[Stream]) -> str:
             )
     head = ["Stream", "Engines", "commands/s", "read", "written", "kept for an hour"]
     head += [f"servers by {nic}" for nic in NIC_BYTES]
-    return _table([*head, "by one core each", "by 512 GiB each"], rows)
+    return markdown([*head, "by one core each", "by 512 GiB each"], rows)
 
 
 def _hot(sizes: Sizes, streams: list[Stream]) -> str:
@@ -107,7 +99,7 @@ def _hot(sizes: Sizes, streams: list[Stream]) -> str:
         [s.name, *(f"{size(hot_key_bytes(sizes, s, engines))}/s" for engines in ENGINES)]
         for s in streams
     ]
-    return _table(
+    return markdown(
         ["Stream", "1 engine", *(f"{engines:,} engines" for engines in ENGINES[1:])], rows
     )
 
@@ -118,4 +110,4 @@ def _spread(figures: dict) -> str:
         for nodes, found in figures["spread"].items()
     ]
     head = ["Nodes", "records on the fullest, of the mean", "prompts that lose nothing with a node"]
-    return _table(head, rows)
+    return markdown(head, rows)

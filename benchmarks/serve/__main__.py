@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m benchmarks.serve: ask servers in turns with ``vllm bench serve``."""
 
-import json
 import random
 import shlex
-import sys
 import tempfile
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
 import benchmarks.quiet  # noqa: F401  # before vLLM
-from benchmarks.machine import machine, versions
+from benchmarks.figures import header, page_of, read, write
+from benchmarks.progress import shown
 from benchmarks.serve import report
 from benchmarks.serve.client import Workload, ask
 from benchmarks.serve.options import CONCURRENCY, Arms, Concurrency, RenderOnly, Rounds, chosen
@@ -52,8 +49,8 @@ def main(
     """
     if not render_only:
         _write(out, arms, concurrency, rounds, Workload(prefixes, prompts, 4096, 128, 16), share)
-    figures = json.loads(out.read_text())
-    page = out.absolute().parent.with_name("performance.md")
+    figures = read(out)
+    page = page_of(out, "performance.md")
     if page.exists():
         report.fill(page, figures)
     for table in report.tables(figures):
@@ -69,10 +66,7 @@ def _write(
     at_once = [int(count) for count in concurrency.split(",")]
     model, runs = _measure(asked, at_once, rounds, workload, blocks)
     figures = {
-        "command": shlex.join(["python", "-m", "benchmarks.serve", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "versions": versions(),
+        **header("benchmarks.serve"),
         "model": model,
         "client": shlex.join(["vllm", "bench", "serve", *workload.arguments]),
         "small_pool_blocks": blocks,
@@ -80,7 +74,7 @@ def _write(
         "runs": runs,
         "ratios": report.ratios(runs),
     }
-    out.write_text(json.dumps(figures, indent=1) + "\n")
+    write(out, figures)
 
 
 def _measure(
@@ -91,12 +85,7 @@ def _measure(
 
     runs: dict = {arm: {str(count): {} for count in at_once} for arm in arms}
     with (
-        Progress(
-            SpinnerColumn(),
-            *Progress.get_default_columns()[:2],
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        ) as progress,
+        shown() as progress,
         tempfile.TemporaryDirectory(prefix="bench-") as temporary,
         ExitStack() as stack,
     ):

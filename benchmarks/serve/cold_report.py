@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the JSON file of :mod:`benchmarks.serve.cold`, and its tables."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -10,8 +9,8 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
+from benchmarks.figures import markdown, read, replace, write
 from benchmarks.performance.report import named
-from benchmarks.reuse.report import replace
 from benchmarks.serve.report import BASE, SHOWN, spread
 
 HEAD = (
@@ -31,13 +30,13 @@ def keep(
     Args:
         at_once: requests in flight at most, which the part is of.
     """
-    figures = json.loads(out.read_text()) if out.exists() else {"families": {}}
+    figures = read(out) if out.exists() else {"families": {}}
     known = figures["families"].get(family, {})
     parts = known["parts"] if known.get("model") == model else {}
     parts[str(at_once)] = part
     parts = {name: parts[name] for name in sorted(parts, key=int)}
     figures["families"][family] = {"model": model, "parts": parts}
-    out.write_text(json.dumps(figures, indent=1) + "\n")
+    write(out, figures)
 
 
 def _rows(family: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -65,8 +64,7 @@ def fill(page: Path, figures: Mapping[str, Any]) -> None:
     """Put the tables into ``page``, each with what it was measured on, part by part."""
     blocks = []
     for family in figures["families"].values():
-        lines = [list(HEAD), ["---", *["---:"] * (len(HEAD) - 1)], *_rows(family)]
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        table = markdown(HEAD, _rows(family))
         made = "\n".join(_made(count, part) for count, part in family["parts"].items())
         blocks.append(f"{named(family['model'])}:\n\n{table}\n\n{made}")
     replace(page, "cold", "\n\n".join(blocks))

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.box import SIMPLE
 from rich.table import Table
 
+from benchmarks.figures import markdown, replace
 from benchmarks.performance.report import named
-from benchmarks.reuse.report import replace
 
 BASE = "unlimited"
 # Of vLLM's client, as it names them.
@@ -61,7 +61,7 @@ def tables(figures: dict) -> list[Table]:
 def fill(page: Path, figures: dict) -> None:
     """Put the ratios into ``page``."""
     head = ["requests at once", *SHOWN.values(), "tokens from LMCache"]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = []
     for arm, by_concurrency in figures["ratios"].items():
         for concurrency, values in by_concurrency.items():
             cells = [
@@ -70,10 +70,13 @@ def fill(page: Path, figures: dict) -> None:
             run = figures["runs"][arm][concurrency]
             share = sum(run["external_hit_tokens"]) / sum(run["prompt_tokens"])
             rows.append([f"{concurrency}, {arm}", *cells, f"{share:.0%}"])
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     made = f"`{figures['command']}`, medians of {figures['rounds']}"
     model = named(figures.get("model"))
-    replace(page, "serve", f"{table}\n\n{made}; {figures['date']}; {figures['machine']}; {model}.")
+    replace(
+        page,
+        "serve",
+        f"{markdown(head, rows)}\n\n{made}; {figures['date']}; {figures['machine']}; {model}.",
+    )
 
 
 def _table(title: str, *head: str) -> Table:

@@ -4,15 +4,12 @@
 import json
 import logging
 import os
-import shlex
-import sys
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.machine import machine, versions
+from benchmarks.figures import header, write
 
 # Prompts with a hint, in blocks, and how many of each.
 HINTED, REQUESTS = (64, 3000), 1000
@@ -49,10 +46,7 @@ def main(
     }
     hinted = {f"{each} blocks": hints.measure(each, REQUESTS) for each in HINTED}
     figures = {
-        "command": shlex.join(["python", "-m", "benchmarks.steps", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "versions": versions(),
+        **header("benchmarks.steps"),
         "blocks_per_step": PER_STEP,
         "milliseconds": arms,
         "growth of a step": growth,
@@ -60,7 +54,7 @@ def main(
         "microseconds of requests with a hint": hinted,
         "requests of each": REQUESTS,
     }
-    out.write_text(json.dumps(figures, indent=1) + "\n")
+    write(out, figures)
     print(json.dumps({"milliseconds": arms, "growth": growth, "hints": hinted}, indent=1))
     if max(growth.values()) > GROWTH:
         raise typer.Exit(1)

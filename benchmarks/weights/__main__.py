@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m benchmarks.weights: what the identity of the weights costs at start-up."""
 
-import json
 import logging
 import os
-import platform
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -19,6 +14,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import typer  # noqa: E402
 
+from benchmarks.figures import header, read, write
 from benchmarks.weights import report  # noqa: E402
 
 TENSOR_BYTES = 64 << 20
@@ -37,14 +33,12 @@ def main(
     if not render_only:
         logging.disable(logging.ERROR)
         figures = {
-            "command": shlex.join(["python", "-m", "benchmarks.weights", *sys.argv[1:]]),
-            "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            **header("benchmarks.weights"),
             "bytes": tensors * TENSOR_BYTES,
             "seconds": _measure(tensors, rounds),
         }
-        out.write_text(json.dumps(figures, indent=1) + "\n")
-    report.fill(page, json.loads(out.read_text()))
+        write(out, figures)
+    report.fill(page, read(out))
 
 
 def _measure(tensors: int, rounds: int) -> dict[str, dict[str, float]]:

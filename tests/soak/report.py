@@ -6,11 +6,10 @@
 From docs/generated/soak.json and docs/generated/events.json.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reuse.report import replace
+from benchmarks.figures import read, replace
 
 ROOT = Path(__file__).parents[2]
 FIGURES, PAGE = ROOT / "docs/generated/soak.json", ROOT / "docs/reliability.md"
@@ -73,8 +72,8 @@ def events_table(run: dict[str, Any]) -> str:
 
 def main() -> None:
     """Write them; a run that left something behind has failed."""
-    replace(PAGE, "soak", table(json.loads(FIGURES.read_text())))
-    replace(EVENTS_PAGE, "soak", events_table(json.loads(EVENTS.read_text())))
+    replace(PAGE, "soak", table(read(FIGURES)))
+    replace(EVENTS_PAGE, "soak", events_table(read(EVENTS)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.figures import page_of, replace
 from benchmarks.reuse import replay, report, traces
 from benchmarks.reuse.engine import ReplayEngine, Setup
 from benchmarks.reuse.reference import (
@@ -34,7 +35,7 @@ def test_a_trace_is_the_same_for_a_seed(make) -> None:
 
 def test_the_page_of_figures_lies_above_their_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert report.page_of(Path("docs/generated/reuse.json")) == tmp_path / "docs/reuse.md"
+    assert page_of(Path("docs/generated/reuse.json")) == tmp_path / "docs/reuse.md"
 
 
 def test_tokens_follow_from_the_name() -> None:
@@ -246,7 +247,7 @@ def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
     page = tmp_path / "reuse.md"
     page.write_text("Before\n<!-- reuse:begin -->\nold\n<!-- reuse:end -->\nAfter\n")
     for _ in range(2):
-        report.replace(page, "reuse", report.tables(figures))
+        replace(page, "reuse", report.tables(figures))
     text = page.read_text()
     assert text.startswith("Before\n") and text.endswith("\nAfter\n") and "old" not in text
     for cell in (
@@ -259,4 +260,4 @@ def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
         assert text.count(cell) == 1
     with pytest.raises(ValueError, match="lacks"):
         page.write_text("no markers")
-        report.replace(page, "reuse", "table")
+        replace(page, "reuse", "table")
