@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.identity.media import may_cache
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.drops import UNFINISHED, Drop
 from lmcache_hybrid.scheduler.keeps import Keep
 from lmcache_hybrid.scheduler.prefetches import Prefetch
-from lmcache_hybrid.scheduler.prompt import prefix_of, why_unread, why_unsaved
+from lmcache_hybrid.scheduler.prompt import prefix_of
 from lmcache_hybrid.scheduler.request_configs import (
     DROP,
     KEEP,
@@ -62,14 +63,16 @@ class Arrivals:
         """
         plan, options = self._plan, self._options
         asked = self._configs.read(request)
-        prefix = prefix_of(request, plan.block_size, self._hashes_per_block, asked.tags)
+        prefix = None
+        if may_cache(request):
+            prefix = prefix_of(request, plan.block_size, self._hashes_per_block, asked.tags)
         # vLLM keeps only the last part's parameters, but those of earlier parts still hold for
         # their tokens.
         if before is not None and (prefix is None or before.tags != prefix.tags):
             prefix = None
         drop, prefetch, keep = self._steering_of(asked, prefix)
         steered = drop is not None or prefetch is not None
-        unsaved = why_unsaved(request, prefix, options, asked.skip_save or steered)
+        unsaved = _why_unsaved(request, prefix, options, asked.skip_save or steered)
         if before is not None and before.skip_save:
             unsaved = unsaved or "skip_save"
         if prefix is not None:
@@ -78,7 +81,7 @@ class Arrivals:
         # No hit is deeper.
         inner = drafter.deepest(request.num_prompt_tokens, unit) if prefix and unit else 0
         short = not (prefix and prefix.hashes or inner)
-        if reason := unsaved or ("short" if short else why_unread(request)):
+        if reason := unsaved or ("short" if short else _why_unread(request)):
             with self._ledger as counts:
                 counts.skipped_requests[reason] += 1
         checkpoints = Checkpoints(
@@ -152,3 +155,24 @@ class Arrivals:
             answer |= {name: {"error": CLOSED} for name, is_asked in closed.items() if is_asked}
             answer |= {name: {"error": why} for name, why in asked.refusals}
         return answer or None
+
+
+def _why_unsaved(
+    request: "Request", prefix: Prefix | None, options: Options, skip_save: bool
+) -> str | None:
+    """Return why nothing of a request is stored, as counters name it; None if it is stored."""
+    if prefix is None:
+        return "uncacheable"
+    if not options.save:
+        return "read_only"
+    if options.priority_limit is not None and request.priority > options.priority_limit:
+        return "priority"
+    return "skip_save" if skip_save else None
+
+
+def _why_unread(request: "Request") -> str | None:
+    """Return why nothing is loaded for a request, as counters name it; None if it may be.
+
+    It is still looked up, so that nothing is stored twice.
+    """
+    return "skip_reading" if request.skip_reading_prefix_cache else None

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.adapters import Adapter
-from lmcache_hybrid.identity.media import may_cache
 from lmcache_hybrid.protocol.prefix import Prefix
 
 if TYPE_CHECKING:
@@ -22,7 +20,7 @@ def prefix_of(
     hashes_per_block: int,
     tags: tuple[tuple[str, str], ...] | None = (),
 ) -> Prefix | None:
-    """Return the prompt's whole blocks; None when the request must not be cached.
+    """Return the prompt's whole blocks; None where its text alone forbids to cache it.
 
     vLLM's block hashes cover tokens, multimodal items, LoRA name and path, and cache salt.
     Tags add the user's ``lmcache.tag.*`` and, once the ranks have reported it, the content of the
@@ -33,33 +31,10 @@ def prefix_of(
     """
     if tags is None or getattr(request, "prompt_embeds", None) is not None:
         return None
-    if not may_cache(request):
-        return None
     lora = request.lora_request
     adapter = None if lora is None else Adapter(lora)
     blocks = request.num_prompt_tokens // block_size
     return extended(Prefix((), tags, adapter), request, blocks, hashes_per_block)
-
-
-def why_unsaved(
-    request: "Request", prefix: Prefix | None, options: Options, skip_save: bool
-) -> str | None:
-    """Return why nothing of a request is stored, as counters name it; None if it is stored."""
-    if prefix is None:
-        return "uncacheable"
-    if not options.save:
-        return "read_only"
-    if options.priority_limit is not None and request.priority > options.priority_limit:
-        return "priority"
-    return "skip_save" if skip_save else None
-
-
-def why_unread(request: "Request") -> str | None:
-    """Return why nothing is loaded for a request, as counters name it; None if it may be.
-
-    It is still looked up, so that nothing is stored twice.
-    """
-    return "skip_reading" if request.skip_reading_prefix_cache else None
 
 
 def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: int) -> Prefix:

@@ -17,6 +17,7 @@ from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.scheduler.admission import Admission
 from lmcache_hybrid.scheduler.arrivals import Arrivals
 from lmcache_hybrid.scheduler.checkpoints import Drafter
+from lmcache_hybrid.scheduler.drops import Drops
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.keeps import RESET, Keeps
 from lmcache_hybrid.scheduler.load_planner import load_of
@@ -24,6 +25,7 @@ from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_metrics import count_hit
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.lookup_reports import LookupReports
+from lmcache_hybrid.scheduler.lookups import Lookups
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
@@ -109,15 +111,11 @@ class HybridScheduler:
         self.store_watch = store_watch or StoreWatch(plan, options)
         self._keeps = Keeps(plan, options.keep_share, queue, self.ledger)
         self._reports = LookupReports(plan, self.ledger, self.store_watch, events)
+        pins = pins or Pins(plan, {}, None)
+        self._lookups = Lookups(plan, options, queue, pins, self.ledger, self._reports)
+        self._drops = Drops(plan, queue, self.ledger)
         self._admission = Admission(
-            plan,
-            options,
-            queue,
-            self._policy,
-            pins or Pins(plan, {}, None),
-            self.prefills,
-            self.ledger,
-            self._reports,
+            plan, options, self._lookups, self._policy, self._drops, self.prefills, self.ledger
         )
 
     @property
@@ -180,13 +178,13 @@ class HybridScheduler:
                 tracker.keep.asked + num_external_tokens,
             )
         if num_external_tokens == 0:
-            self._admission.admit(tracker)
+            self._lookups.admit(tracker)
             self.prefills.begin(tracker)
             if tracker.prefetch is not None:
                 tracker.prefetch.admit(None, self._plan.block_size)
             return
         size = self._plan.block_size
-        result = self._admission.load(tracker, num_external_tokens)
+        result = self._lookups.load(tracker, num_external_tokens)
         start = (result.boundary * size + result.tail - num_external_tokens) // size
         load = load_of(tracker, self._plan, block_ids, start, result)
         if tracker.prefetch is not None:
@@ -238,7 +236,7 @@ class HybridScheduler:
             return
         tracker.leave_store()
         if not isinstance(tracker.phase, Loading):
-            self._admission.admit(tracker)
+            self._lookups.admit(tracker)
 
     def leave_tail(self, request_id: str) -> None:
         """Drop the final save of an ended request: vLLM frees its blocks."""
@@ -262,7 +260,7 @@ class HybridScheduler:
                 tracker.keep.error = tracker.keep.error or RESET
             loading = isinstance(tracker.phase, Loading)
             if not loading:
-                self._admission.withdraw(tracker)
+                self._lookups.withdraw(tracker)
             if loading or tracker.request.num_computed_tokens:
                 if tracker.unsaved:
                     with self.ledger as counts:
@@ -304,16 +302,16 @@ class HybridScheduler:
             for new in output.scheduled_new_reqs
             if new.req_id in self._trackers
         )
-        self._admission.begin(self.idle_steps.add(output.total_num_scheduled_tokens == 0))
+        self._lookups.begin(self.idle_steps.add(output.total_num_scheduled_tokens == 0))
         return self.send(output, saves)
 
     def send(self, output: "SchedulerOutput", saves: list[SaveSpec]) -> ConnectorMetadata:
         """Return ``saves`` and all other work queued for the workers; report the lookups."""
         self._reports.send()
-        released = tuple(self._admission.take_released())
+        released = tuple(self._lookups.take_released())
         final, ended = self._final.drain()
         saves = [*saves, *final]
-        idle, step = output.total_num_scheduled_tokens == 0, self._admission.drops.begin()
+        idle, step = output.total_num_scheduled_tokens == 0, self._drops.begin()
         if not (saves or self._loads or released or idle or ended or self._unloadable or step):
             return NOTHING
         loads, self._loads = tuple(self._loads), []
@@ -371,7 +369,7 @@ class HybridScheduler:
         block_state: KVConnectorBlockState,
     ) -> SaveSpec | None:
         """Plan the save of a request for a step that computes ``scheduled`` of its tokens."""
-        self._admission.learn_stored(tracker)
+        self._lookups.learn_stored(tracker)
         if not tracker.saving:
             return None
         request = tracker.request
@@ -441,7 +439,7 @@ class HybridScheduler:
             self._planner.drop_offers("beside_others", len(offers))
             return False
         if tracker is not None:
-            self._admission.learn_stored(tracker)
+            self._lookups.learn_stored(tracker)
         if tracker is None or not tracker.saving or tracker.background is not None:
             self._drop_offers(tracker, offers)
             return False
@@ -465,11 +463,11 @@ class HybridScheduler:
         if tracker is not None:
             # The worker's load owns its claim and releases it at its end.
             if not isinstance(tracker.phase, Loading):
-                self._admission.withdraw(tracker)
+                self._lookups.withdraw(tracker)
             tracker.cancel_background()
             self._policy.finished(request)
         if not self._trackers:
-            self._admission.begin(idle=self.idle_steps.alone)
+            self._lookups.begin(idle=self.idle_steps.alone)
         if tracker is not None:
             # It only warns, and an error in it must leave no claim behind.
             self.store_watch.ended(tracker)
@@ -487,4 +485,5 @@ class HybridScheduler:
             loading = isinstance(tracker.phase, Loading)
             assert not loading or request_id in self._loading
         assert self.counts.loads_in_flight == len(self._loading)
-        self._admission.check_integrity(self._trackers.values())
+        self.prefills.check_integrity()
+        self._lookups.check_integrity(self._trackers.values())

@@ -102,6 +102,20 @@ class Stored:
         has_state = not plan.states or boundary * plan.block_size in self.states
         return boundary <= self.attention and has_state and self.windows.issuperset(pages)
 
+    def learn(self, result: LookupResult, floor: int, plan: GroupPlan) -> None:
+        """Add the states and windows that a lookup past ``floor`` blocks has found."""
+        # Of all others nothing is known: some before a hit may be missing.
+        self.states.update(boundary * plan.block_size for boundary in result.states)
+        if result.hit:
+            self.states.add(result.boundary * plan.block_size + result.tail)
+        for window in plan.windows:
+            first = window.first(floor, result.boundary)
+            pages, last = set(range(first, result.boundary)), 0
+            for end in result.states:
+                pages.update(range(max(last, window.first(0, end)), end))
+                last = end
+            self.windows.update((window.group, block) for block in pages)
+
     def forget(self, attention: int = 0) -> None:
         """Save everything again but the first ``attention`` blocks of attention pages."""
         self.attention = attention
@@ -184,6 +198,17 @@ class RequestTracker:
         """Wait for ``lookup``, whose claims replace those of the lookup before."""
         assert not isinstance(self.phase, Loading)
         self.phase = Asked(lookup)
+
+    def ask_in_background(self, lookup: PendingLookup) -> None:
+        """Let ``lookup`` tell what is stored already, in place of an earlier one."""
+        self.cancel_background()
+        self.background = lookup
+
+    def forget_answer(self) -> None:
+        """Forget what the ranks answered, before they are asked anew."""
+        self.load_seconds = None
+        # Store again what is computed again: it may be missing because its save failed.
+        self.stored.forget(self.stored.attention)
 
     def offer(self, result: LookupResult, floor: int) -> None:
         """Take the ranks' answer, or one that needs no asking."""
@@ -270,8 +295,11 @@ class RequestTracker:
         if self.save and blocks > len(self.prefix.hashes):
             self.prefix = extended(self.prefix, self.request, blocks, hashes_per_block)
 
-    def take_answer(self, result: LookupResult) -> bool:
+    def take_answer(self, result: LookupResult, floor: int, plan: GroupPlan) -> bool:
         """Take a lookup result.
+
+        Args:
+            floor: local blocks when the ranks were asked.
 
         Returns:
             Whether the prefix's keys are known.
@@ -280,6 +308,9 @@ class RequestTracker:
         known = self.identify(result.adapter)
         if result.available:
             self.stored.attention = result.attention  # less than was sent, where a save failed
+        self.stored.learn(result, floor, plan)
+        if self.prefetch is not None:
+            self.prefetch.silent = not result.available
         return known
 
     def identify(self, adapter: Adapter | None) -> bool:

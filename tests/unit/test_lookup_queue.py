@@ -118,7 +118,7 @@ def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig, le
     rig.ranks.queue._ask = ask_once
     rig.match()
     rig.later.run()
-    rig.scheduler._admission._released.clear()  # as if the drop had been sent before
+    rig.scheduler._lookups._released.clear()  # as if the drop had been sent before
     assert rig.ranks.num_claims == [1, 1]
     rig.step()
     assert rig.ranks.num_claims == [0, 0] and not rig.ranks.queue.unreleased

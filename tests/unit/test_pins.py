@@ -12,7 +12,7 @@ from lmcache_hybrid import connector
 from lmcache_hybrid.core.groups import page_bytes
 from lmcache_hybrid.protocol.lookup import MISS, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler import admission
+from lmcache_hybrid.scheduler import lookups
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 from lmcache_hybrid.scheduler.pins import FEW, RAM, Pins
 
@@ -153,7 +153,7 @@ def test_a_request_that_may_not_ask_yet_makes_no_question(monkeypatch):
     for request in queue.waiting:
         queue.match(request)
     made = []
-    monkeypatch.setattr(admission, "question_of", lambda *given: made.append(given))
+    monkeypatch.setattr(lookups, "question_of", lambda *given: made.append(given))
     assert [queue.match(request) for request in queue.waiting].count((None, False)) > 20
     assert made == []
 
@@ -367,7 +367,7 @@ def test_how_many_empty_steps_show_that_nothing_is_computed(scheduler_of, parall
 @pytest.mark.parametrize("local_cpu, most", [(True, 3 << 30), (False, math.inf)])
 def test_the_pool_is_that_of_a_rank(scheduler_of, local_cpu, most):
     scheduler, groups = scheduler_of(lmcache_config(local_cpu=local_cpu, max_local_cpu_size=6.0))
-    pins = scheduler._admission._pins
+    pins = scheduler._lookups._pins
     assert pins._most == most
     if local_cpu:
         sizes = [page_bytes(group) for group in groups.kv_cache_groups]

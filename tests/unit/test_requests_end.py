@@ -85,17 +85,17 @@ def test_an_empty_step_waits_for_loads_only_where_it_holds_up_nobody():
     assert rig.step().waits and not rig.step({"x": 1}).waits
     rig.scheduler.idle_steps = IdleSteps(math.inf)
     assert rig.step().idle and not rig.step().waits
-    assert not rig.scheduler._admission._wait._idle
+    assert not rig.scheduler._lookups.wait._idle
     rig.match(request := make_request())
     rig.scheduler.request_finished(request)
-    assert not rig.scheduler._admission._wait._idle
+    assert not rig.scheduler._lookups.wait._idle
 
 
 def test_a_pipeline_waits_for_loads_once_all_its_steps_are_empty():
     """One of those in flight: a request that comes meanwhile is behind all of them."""
     rig = Rig()
     rig.scheduler.idle_steps = IdleSteps(3)
-    patience = rig.scheduler._admission._wait
+    patience = rig.scheduler._lookups.wait
     for _ in range(2):
         assert not rig.step({"x": 1}).waits and not patience._idle
         steps = [(rig.step(), patience._idle) for _ in range(7)]

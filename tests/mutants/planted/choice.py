@@ -76,15 +76,15 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a hit that is not loaded is stored again",
-        ADMISSION,
-        "        if result.hit:\n            stored.states",
-        "        if False:\n            stored.states",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "        if result.hit:\n            self.states",
+        "        if False:\n            self.states",
     ),
     one(
         "a hit that is computed instead keeps its claim",
         ADMISSION,
-        "        if not gain:\n            self.withdraw(",
-        "        if False:\n            self.withdraw(",
+        "        if not gain:\n            self._lookups.withdraw(",
+        "        if False:\n            self._lookups.withdraw(",
     ),
     one(
         "estimates can be negative",

@@ -172,7 +172,7 @@ DEFECTS = (
         "a request that is given up keeps its claim",
         SCHEDULER,
         "        if not isinstance(tracker.phase, Loading):\n"
-        "            self._admission.admit(tracker)\n",
+        "            self._lookups.admit(tracker)\n",
         "",
     ),
     one(

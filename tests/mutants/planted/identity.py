@@ -381,7 +381,7 @@ DEFECTS = (
     one(
         "a request that reads no cache is counted nowhere",
         "lmcache_hybrid/scheduler/arrivals.py",
-        'unsaved or ("short" if short else why_unread(request))',
+        'unsaved or ("short" if short else _why_unread(request))',
         'unsaved or ("short" if short else None)',
     ),
     one(

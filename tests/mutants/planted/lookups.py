@@ -179,8 +179,8 @@ DEFECTS = (
     ),
     one(
         "a state whose save failed is never stored",
-        ADMISSION,
-        "        tracker.stored.forget(tracker.stored.attention)\n",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "        self.stored.forget(self.stored.attention)\n",
         "",
     ),
     one(

@@ -264,9 +264,9 @@ DEFECTS = (
         (
             (
                 SCHEDULER,
-                "            if not loading:\n                self._admission.withdraw",
+                "            if not loading:\n                self._lookups.withdraw",
                 "            if not loading and tracker.request.num_computed_tokens:\n"
-                "                self._admission.withdraw",
+                "                self._lookups.withdraw",
             ),
             (
                 SCHEDULER,

@@ -4,7 +4,7 @@
 from tests.mutants.defect import Defect, one
 
 PINS = "lmcache_hybrid/scheduler/pins.py"
-ADMISSION = "lmcache_hybrid/scheduler/admission.py"
+LOOKUPS = "lmcache_hybrid/scheduler/lookups.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
@@ -105,31 +105,31 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a load still counts as waiting",
-        ADMISSION,
+        LOOKUPS,
         "        self._pins.forget(tracker.request.request_id)\n        return result\n",
         "        return result\n",
     ),
     one(
         "a claim that was dropped still counts",
-        ADMISSION,
+        LOOKUPS,
         "        self._pins.forget(tracker.request.request_id)\n        if claim:\n",
         "        if claim:\n",
     ),
     one(
         "a prompt that vLLM holds all of waits for others",
-        ADMISSION,
+        LOOKUPS,
         "isinstance(tracker.phase, NotAsked) and not nothing",
         "isinstance(tracker.phase, NotAsked)",
     ),
     one(
         "a request that was asked for already waits for others",
-        ADMISSION,
+        LOOKUPS,
         "isinstance(tracker.phase, NotAsked) and not nothing",
         "not nothing",
     ),
     one(
         "each pass counts a request that waits for others",
-        ADMISSION,
+        LOOKUPS,
         "                tracker.delayed = True\n",
         "",
     ),

@@ -235,15 +235,15 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "states that are missing behind those found are not stored by who must not read",
-        "lmcache_hybrid/scheduler/admission.py",
-        "        stored.states.update(boundary * size for boundary in result.states)\n",
-        "        stored.states.update(range(size, 1 << 20, size))\n",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "        self.states.update(boundary * plan.block_size for boundary in result.states)\n",
+        "        self.states.update(range(plan.block_size, 1 << 20, plan.block_size))\n",
     ),
     one(
         "states that are missing before those found are not stored",
-        "lmcache_hybrid/scheduler/admission.py",
-        "            stored.states.add(result.boundary * size + result.tail)\n",
-        "            stored.states.update(range(size, result.boundary * size + 1, size))\n",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "            self.states.add(result.boundary * plan.block_size + result.tail)\n",
+        "            self.states.update(range(result.end[0] * plan.block_size + 1))\n",
     ),
     one(
         "a hit that is too short to load is stored again",
@@ -253,15 +253,15 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "windows that were found are stored again",
-        "lmcache_hybrid/scheduler/admission.py",
-        "        for window in self._plan.windows:\n",
-        "        for window in ():\n",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "        for window in plan.windows:\n            first = window.first(floor",
+        "        for window in ():\n            first = window.first(floor",
     ),
     one(
         "who must not read gives up a lookup that is late, and stores all again",
-        "lmcache_hybrid/scheduler/admission.py",
-        "            tracker.background = lookup\n",
-        "            tracker.background = lookup if nothing else None\n",
+        "lmcache_hybrid/scheduler/lookups.py",
+        "            tracker.ask_in_background(lookup)\n",
+        "            if nothing:\n                tracker.ask_in_background(lookup)\n",
     ),
     one(
         "who must not read and ends before its lookup stores nothing",
@@ -295,7 +295,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "what must not be read is loaded",
-        "lmcache_hybrid/scheduler/admission.py",
+        "lmcache_hybrid/scheduler/lookups.py",
         "        if unread or (nothing and",
         "        if (nothing and",
     ),

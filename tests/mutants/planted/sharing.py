@@ -106,7 +106,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a request that may not ask yet hashes its boundaries in each pass",
-        "lmcache_hybrid/scheduler/admission.py",
+        "lmcache_hybrid/scheduler/lookups.py",
         "        first = isinstance(tracker.phase, NotAsked)",
         "        question_of(tracker, floor, self._plan, limit, tail, 0)\n"
         "        first = isinstance(tracker.phase, NotAsked)",
@@ -152,7 +152,7 @@ DEFECTS: tuple[Defect, ...] = (
         "who has waited in vain gives up its hit where others pin much",
         ADMISSION,
         "            if must_wait is None:  # it",
-        "            if must_wait is None:\n                self.admit(tracker)  # it",
+        "            if must_wait is None:\n                self._lookups.admit(tracker)  # it",
     ),
     one(
         "who has waited in vain takes what the store had before",
