@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from benchmarks.performance.shapes import Shape
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.protocol.prefix import Prefix, load_keys
-from lmcache_hybrid.storage.disk.backend import LocalDisk
+from lmcache_hybrid.storage.disk.backend import THREADS, LocalDisk
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker.worker import HybridWorker
 
@@ -245,17 +246,57 @@ def restore(
         return times
 
 
+def writing(
+    stack: ExitStack, folder: Path, source: np.ndarray, target: np.ndarray, count: int
+) -> Callable[[], float]:
+    """The plainest save with a disk behind it: what it takes of a copy that writes follow.
+
+    Copies ``count`` equal pieces. Each is written to a file once it is copied, with as many
+    threads as the disk tier has, in place of the file of the call before.
+
+    Returns:
+        A call that returns the seconds until all is copied. All is written when it returns.
+    """
+    pool = stack.enter_context(ThreadPoolExecutor(THREADS))
+    pieces = list(zip(np.array_split(source, count), np.array_split(target, count), strict=True))
+    turns = itertools.count()
+
+    def write(name: Path, old: Path, piece: np.ndarray) -> None:
+        with open(name, "wb", buffering=0) as file:
+            file.write(piece)
+        old.unlink(missing_ok=True)
+
+    def measure() -> float:
+        turn, writes = next(turns), []
+        started = time.perf_counter()
+        for index, (piece, copy) in enumerate(pieces):
+            np.copyto(copy, piece)
+            names = (folder / f"{index}-{each}.plain" for each in (turn, turn - 1))
+            writes.append(pool.submit(write, next(names), next(names), copy))
+        seconds = time.perf_counter() - started
+        for each in writes:
+            each.result()
+        return seconds
+
+    return measure
+
+
 def save(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list[float]]:
     """Seconds that a step is held up by a save, and of a plain copy, taken in turns.
 
     A disk is full, so each save evicts as much as it writes. Writes and deletions have ended
-    before the next save, as during the next prompt's forward.
+    before the next save, as during the next prompt's forward. Its third arm is :func:`writing`.
     """
-    with rank(backend, shape, blocks, full=True) as one:
+    with ExitStack() as stack, rank(backend, shape, blocks, full=True) as one:
         size = shape.bytes_at(blocks)
         source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         target = np.empty(size, np.uint8)
         times: dict[str, list[float]] = {"save": [], "plain": []}
+        if backend == "disk":
+            beside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+            records = blocks + shape.states
+            plain_writes = writing(stack, beside, source, np.ones(size, np.uint8), records)
+            times["plain_writes"] = []
         for round_ in range(rounds + 1):
             started = time.perf_counter()
             np.copyto(target, source)
@@ -270,6 +311,10 @@ def save(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list
             if round_:  # the first one touches new memory
                 times["plain"].append(copied - started)
                 times["save"].append(ended - copied)
+            if backend == "disk":
+                seconds = plain_writes()
+                if round_:
+                    times["plain_writes"].append(seconds)
         return times
 
 

@@ -222,7 +222,15 @@ def _restore(name: str, answer: dict) -> str:
     what = "plain read" if name == "restore" else "plain copy"
     head = ["", f"{name} GB/s", f"{what} GB/s", "share", "lowest to highest"]
     size = f"{answer['tokens']:,} tokens of {answer['shape']}, {answer['bytes'] / 1e6:,.0f} MB.\n\n"
-    return size + markdown(head, rows)
+    table = size + markdown(head, rows)
+    for backend, seconds in answer["seconds"].items():
+        if "plain_writes" in seconds:
+            limit = answer["bytes"] / median(seconds["plain_writes"]) / 1e9
+            table += (
+                f"\n\n{backend}: a plain copy whose pieces are written to files meanwhile, each in "
+                f"place of an older one, reaches {limit:.2f} GB/s."
+            )
+    return table
 
 
 def _throttled(name: str, answer: dict) -> str:
