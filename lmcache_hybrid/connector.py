@@ -129,7 +129,8 @@ class HybridConnector(KVConnectorBase_V1):
         self.kv_cache_config = kv_cache_config
         check_parallelism(vllm_config)
         check_prefix_cache(vllm_config)
-        config = load_lmcache_config(vllm_config)
+        # Each engine has one scheduler role, which warns.
+        config = load_lmcache_config(vllm_config, quiet=role == KVConnectorRole.WORKER)
         plan = plan_groups(kv_cache_config)
         _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self.plan = dataclasses.replace(

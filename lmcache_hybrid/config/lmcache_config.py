@@ -64,7 +64,7 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
     Without any, LMCache's default applies: 5 GB in RAM.
 
     Args:
-        quiet: leave out warnings, of a configuration that will be loaded again.
+        quiet: leave out warnings, of a configuration that is loaded again elsewhere.
 
     Raises:
         ConfigError: the file that CONFIG_FILE names does not exist, or options, LMCache's and this

@@ -2,6 +2,7 @@
 """Reads the YAML file of LMCache's options, without LMCache."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -18,7 +19,7 @@ def options_in_file(file: str | None) -> dict[Any, Any]:
         file: the one that CONFIG_FILE names; None for none.
 
     Raises:
-        ConfigError: the file does not exist, or is not a YAML mapping of options.
+        ConfigError: the file does not exist, is not a YAML mapping of options, or has one twice.
     """
     if file is None:
         return {}
@@ -28,8 +29,10 @@ def options_in_file(file: str | None) -> dict[Any, Any]:
             "file, or unset it to use RAM with LMCache's defaults."
         )
     try:
-        with open(file) as text:
-            options = yaml.safe_load(text)
+        with open(file) as opened:
+            text = opened.read()
+        options = yaml.safe_load(text)
+        twice = [*_twice(yaml.compose(text, yaml.SafeLoader))]
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read ({error.strerror}); let the user that runs vLLM read it."
@@ -43,4 +46,21 @@ def options_in_file(file: str | None) -> dict[Any, Any]:
         return {}
     if not isinstance(options, dict):
         raise ConfigError(f"{file} holds no options; write lines such as max_local_cpu_size: 5.")
+    if twice:  # the last would win silently
+        raise ConfigError(*(f"{file} has {each}; keep one of them." for each in twice))
     return options
+
+
+def _twice(node: yaml.Node | None, nested: bool = False) -> Iterator[str]:
+    """Yield each key that a mapping, or one directly in it, has twice, with both lines."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                yield f"{key.value} in the lines {lines[key.value]} and {line}"
+            lines[key.value] = line
+        if not nested:
+            yield from _twice(value, nested=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings with which an engine hits never, or seldom, as it says at start-up.
+"""Settings with which an engine hits never, or seldom, or that do nothing: it says so at start-up.
 
 What an engine finds out only while it serves is in ``scheduler/store_watch.py``.
 """
@@ -58,8 +58,18 @@ def without_hits(
         )
 
 
+# Keys of LMCache's ``extra_config`` that only its own readers and writers of files read.
+_OF_FILES = ("use_odirect", "fs_connector_use_odirect", "fs_connector_read_ahead_size")
+
+
 def with_few_hits(config: "LMCacheEngineConfig") -> Iterator[str]:
-    """Yield a sentence for each setting with which less is stored than meant."""
+    """Yield a sentence for each setting with which less is stored, or done, than meant."""
+    for name in _OF_FILES:
+        if value := (config.extra_config or {}).get(name):
+            yield (
+                f"extra_config.{name}={value!r} does nothing: records are no multiples of disk "
+                "blocks, so their files go through the page cache; remove it."
+            )
     if not config.local_disk and (config.max_local_disk_size or 0) > 0:
         yield (
             f"max_local_disk_size={config.max_local_disk_size} does nothing without local_disk, so "

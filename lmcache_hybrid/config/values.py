@@ -11,15 +11,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lmcache_hybrid.config.lmcache_file import options_in_file
+from lmcache_hybrid.config.lmcache_file import CONFIG_FILE, options_in_file
 from lmcache_hybrid.config.lmcache_options import GIGABYTES, OPTIONS, PLAIN, TOKENS, UNREAD
 from lmcache_hybrid.config.own_options import OF_SERVICE, VARIABLES
 from lmcache_hybrid.upstream.lmcache_home import take
 
 PREFIX = "LMCACHE_"
+_OTHER_PREFIX = re.compile("^(LM_CACHE_|lmcache_)")
+_CONFIG_NAME = re.compile(f"{PREFIX}CONFIG(_?(PATH|FILE|FILE_PATH|YAML))?", re.IGNORECASE)
 _WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([kmgt])(i?)b?\s*", re.IGNORECASE)
 # Parts of a list of paths that a shell would expand.
 _EXPANDED = re.compile(r"(^|,)\s*~|\$[\w{]")
+_ONE_SLASH = re.compile(r"(^|,)\s*file:(?!//)", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 # LMCache reads _TRUE as true and all else as false; _FALSE are the values that mean it.
 _TRUE = ("true", "1")
@@ -111,16 +114,22 @@ def taken_away(file: str | None, environment: Mapping[str, str]) -> Iterator[str
 def misspelt(environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each variable that is nearly one of LMCache's options.
 
-    LMCache reads those that it knows; only of its file's keys it names the others.
+    LMCache reads those that it knows; only of its file's keys it names the others. An option's
+    name in small letters alone, as in its file, and ``LM_CACHE_`` are in older examples of it.
     """
     options = (*take("v1.config", "_CONFIG_DEFINITIONS"), *take("v1.config", "_CONFIG_ALIASES"))
     known = [f"{PREFIX}{name.upper()}" for name in options if not name.startswith(UNREAD)]
     for name in environment:
-        if not name.startswith(PREFIX) or name.removeprefix(PREFIX).lower() in options:
+        meant = f"{PREFIX}{name}" if name in options else _OTHER_PREFIX.sub(PREFIX, name)
+        if not meant.startswith(PREFIX) or meant.startswith(VARIABLES) or OF_SERVICE.search(name):
             continue
-        if name.startswith(VARIABLES) or OF_SERVICE.search(name):
-            continue
-        if near := difflib.get_close_matches(name, known, 1, 0.86):
+        if _CONFIG_NAME.fullmatch(meant):
+            near = [CONFIG_FILE]
+        elif meant.removeprefix(PREFIX).lower() in options:
+            near = [meant.upper()]
+        else:
+            near = difflib.get_close_matches(meant, known, 1, 0.86)
+        if near and near[0] != name:
             yield f"{name} does nothing; did you mean {near[0]}?"
 
 
@@ -196,6 +205,8 @@ def _wrong(option: str, kind: type | None, converter: Callable | None, value: An
         return "is not a folder; write its path, or remove it."
     if option == "local_disk" and _EXPANDED.search(str(value)):
         return "is taken as it is written, without ~ and $VARIABLES; write the whole path."
+    if option == "local_disk" and _ONE_SLASH.search(str(value)):
+        return "is a path that begins with file:, not a URL; write file:///path, or the path alone."
     try:
         read = value if converter is None else converter(value)
         if option != "extra_config" or isinstance(read, dict | None):

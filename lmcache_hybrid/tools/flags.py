@@ -50,11 +50,19 @@ def parse_flags(model: str | None, flags: Sequence[str]) -> Namespace:
     """
     load_general_plugins()  # the plugin fills in a missing kv_role
     named = [] if model is None else [model]
+    if any(flag.startswith("--config=") for flag in flags):
+        raise ConfigError(
+            "vLLM takes --config=FILE, and does not read that file; write --config FILE."
+        )
     parser = make_arg_parser(_Parser(prog="vllm serve"))
     try:
         parsed = parser.parse_args([*named, *flags])
-    except (OSError, YAMLError) as error:
-        raise ConfigError(f"vLLM cannot read the file of --config: {error}.") from error
+    except (AssertionError, AttributeError, OSError, ValueError, YAMLError) as error:
+        if "--config" not in flags:
+            raise
+        # Of an empty file, or one with a list.
+        why = "it is no table of flags" if isinstance(error, AttributeError) else f"{error}"
+        raise ConfigError(f"vLLM cannot read the file of --config: {why.rstrip('.')}.") from error
     transfer = parsed.kv_transfer_config or KVTransferConfig(**DEFAULT_TRANSFER)
     vars(parsed).update(kv_transfer_config=transfer)
     if model is not None:

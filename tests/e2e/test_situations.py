@@ -90,8 +90,9 @@ def test_it_ends_as_the_table_says(row: Situation, model: Path, tmp_path: Path) 
         assert again.output == first.output
         assert (again.external > 0) == (row.outcome == "hits")
         assert all(each in engine.log for each in words), engine.log
+        if row.doctor is None:  # a warning, and one is enough
+            assert all(engine.log.count(each) == 1 for each in words if each), engine.log
         if row.outcome == "off":
-            assert engine.log.count(row.words) == 1
             assert "LMCache will not serve hits: " in engine.log
 
 

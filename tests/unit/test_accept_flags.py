@@ -10,6 +10,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.accept.child import Child, engine_arguments
@@ -155,3 +157,31 @@ def test_a_secret_in_a_flag_that_is_none_is_not_shown():
 def test_what_ends_vllms_parser_is_one_sentence(flags, told):
     with pytest.raises(ConfigError, match=told):
         parse_flags("m", flags)
+
+
+@pytest.mark.parametrize(
+    "name, text, told",
+    [
+        ("serve.yaml", "", "it is no table of flags."),
+        ("serve.yaml", "- port\n", "it is no table of flags."),
+        ("serve.json", "{}", "must be of a yaml/yml type. json supplied."),
+    ],
+)
+def test_a_file_of_flags_that_vllm_fails_on_is_one_sentence(tmp_path, name, text, told):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        parse_flags("m", ["--config", str(file)])
+    assert str(error.value).startswith("vLLM cannot read the file of --config: ")
+    assert str(error.value).endswith(told)
+
+
+def test_a_file_of_flags_that_vllm_does_not_read_is_told(tmp_path):
+    """Behind a ``=``, vLLM 0.32 and 0.33 take the flag and start without what the file says."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("max-num-seqs: 7\n")
+    with pytest.raises(ConfigError, match="write --config FILE"):
+        parse_flags("m", [f"--config={file}"])
+    plain = make_arg_parser(FlexibleArgumentParser())
+    assert plain.parse_args(["m", f"--config={file}"]).max_num_seqs is None
+    assert plain.parse_args(["m", "--config", str(file)]).max_num_seqs == 7

@@ -27,6 +27,7 @@ OTHERS = {
     "get_extra_config_value",  # LMCache makes this method of _get_extra_config_value
     *("ray", "get_node_ip_address"),  # ray, as vLLM imports it in vllm.v1.executor.ray_utils
     "hip",  # torch.version
+    "start_mark",  # of yaml's nodes
     *("auto_map", "layer_types"),  # transformers
     "cuDriverGetVersion",  # CUDA, through ctypes
     "_C_cache_ops",  # torch.ops, see the hook of swap_blocks_batch

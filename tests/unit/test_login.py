@@ -435,7 +435,7 @@ def test_an_engine_says_once_what_it_serves_and_what_leaves_it_in_the_clear(
 ):
     lmcache = LMCacheEngineConfig.from_defaults(**settings)
     login.hide_passwords(lmcache)
-    monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
+    monkeypatch.setattr(connector, "load_lmcache_config", lambda *_, **__: lmcache)
     monkeypatch.setattr(connector, "LookupClient", lambda *_: Mock())
     monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *_: None)
     groups = cache_config(FULL, STATE_SPEC)

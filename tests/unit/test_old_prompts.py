@@ -22,7 +22,7 @@ def start(monkeypatch):
     def scheduler_of(*folders: Path):
         disk = ", ".join(map(str, folders))
         config = lmcache_config(local_disk=disk or None, max_local_disk_size=1)
-        monkeypatch.setattr(connector, "load_lmcache_config", lambda _: config)
+        monkeypatch.setattr(connector, "load_lmcache_config", lambda *_, **__: config)
         asking = SimpleNamespace(ask=0, contents=0, drop=0, keep=0)
         monkeypatch.setattr(connector, "LookupClient", lambda *args: asking)
         monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)

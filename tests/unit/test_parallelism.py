@@ -119,7 +119,7 @@ def test_each_data_parallel_engine_has_a_folder_of_its_own(tmp_path):
 def worker(monkeypatch, tmp_path):
     """Start the worker side of a rank, without LMCache's engine and the lookup's socket."""
     lmcache = lmcache_config(local_disk=str(tmp_path), max_local_disk_size=1.0)
-    monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
+    monkeypatch.setattr(connector, "load_lmcache_config", lambda *_, **__: lmcache)
     monkeypatch.setattr(connector, "LookupServer", lambda config: None)
     monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)
     for name in ("rank", "ranks", "stages"):

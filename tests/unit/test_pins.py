@@ -341,7 +341,7 @@ def scheduler_of(monkeypatch):
     """Makes the scheduler side of a connector, without its ranks."""
 
     def make(lmcache, **parallel):
-        monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
+        monkeypatch.setattr(connector, "load_lmcache_config", lambda *_, **__: lmcache)
         asking = SimpleNamespace(ask=0, contents=0, drop=0, keep=0)
         monkeypatch.setattr(connector, "LookupClient", lambda *args: asking)
         monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)

@@ -17,6 +17,7 @@ from lmcache.v1.config import _CONFIG_DEFINITIONS, LMCacheEngineConfig
 from lmcache_hybrid.config import lmcache_config as lmcache_config_module
 from lmcache_hybrid.config.check import checked_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
+from lmcache_hybrid.config.lmcache_file import options_in_file
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.values import misspelt, read_values
 from lmcache_hybrid.core.errors import ConfigError
@@ -352,6 +353,14 @@ def test_a_size_of_a_disk_that_is_not_named_is_told(disk, said):
     assert not list(with_few_hits(lmcache_config()))
 
 
+@pytest.mark.parametrize("name", ["use_odirect", "fs_connector_use_odirect"])
+def test_an_option_of_files_that_nothing_reads_is_told(name):
+    (told,) = with_few_hits(lmcache_config(extra_config={name: True}))
+    assert told.startswith(f"extra_config.{name}=True does nothing: ")
+    assert_one_sentence(told)
+    assert not list(with_few_hits(lmcache_config(extra_config={name: False})))
+
+
 @pytest.mark.parametrize("option", ["blocking_timeout_secs", "pin_timeout_sec"])
 def test_a_time_with_a_unit_gets_no_number_of_bytes(monkeypatch, tmp_path, option):
     with pytest.raises(ConfigError, match=f"{option}='1m' is not a number; write one, or remove"):
@@ -412,6 +421,29 @@ def test_a_file_that_is_too_deep_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
     with pytest.raises(ConfigError, match="cannot be read as YAML; correct it"):
         load_lmcache_config(vllm_config(transfer()))
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("local_cpu: true\n\nlocal_cpu: false\n", ["local_cpu in the lines 1 and 3; keep one"]),
+        ("a: 1\nb: 1\na: 1\nb: 1\n", ["a in the lines 1 and 3", "b in the lines 2 and 4"]),
+        ("extra_config:\n  a: 1\n  a: 2\n", ["a in the lines 2 and 3"]),
+        ("a: {x: 1}\nb: {x: 1}\n", []),
+    ],
+)
+def test_an_option_that_is_twice_in_a_file_is_refused(tmp_path, text, told):
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(text)
+    if not told:
+        options_in_file(str(file))
+        return
+    with pytest.raises(ConfigError) as error:
+        options_in_file(str(file))
+    assert len(error.value.args) == len(told)
+    for sentence, each in zip(error.value.args, told):
+        assert sentence.startswith(f"{file} has {each}")
+        assert_one_sentence(sentence)
 
 
 def test_what_lmcache_wants_more_for_is_refused_by_name(monkeypatch, tmp_path):
@@ -479,6 +511,20 @@ def test_a_path_is_not_expanded(monkeypatch, tmp_path, value):
         load(monkeypatch, "file", tmp_path, "local_disk", value)
 
 
+@pytest.mark.parametrize("where", ["file", "environment", "extra"])
+@pytest.mark.parametrize("value", ["file:/srv", "file:srv", "file:///srv, file:/b"])
+def test_a_url_with_one_slash_is_no_folder(monkeypatch, tmp_path, where, value):
+    with pytest.raises(ConfigError, match="not a URL; write file:///path, or") as error:
+        load(monkeypatch, where, tmp_path, "local_disk", value)
+    assert_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize("value", ["file:///srv", "/srv/file:/a", "file:///a,file:///b"])
+def test_other_paths_with_file_are_folders(monkeypatch, tmp_path, value):
+    found = load(monkeypatch, "file", tmp_path, "local_disk", value)
+    assert found.local_disk == value.replace("file://", "")
+
+
 def test_a_pool_that_no_machine_has_is_refused():
     message = refusal(max_local_cpu_size=1 << 20)
     assert " GB on each rank, more than the " in message and message.endswith("set it to less.")
@@ -510,6 +556,15 @@ def test_the_pools_of_all_ranks_must_fit_the_machine(monkeypatch, ranks, executo
         ("LMCACHE_MAX_CPU_SIZE", "LMCACHE_MAX_LOCAL_CPU_SIZE"),
         ("LMCACHE_LOCAL_DISK_PATH", "LMCACHE_LOCAL_DISK"),
         ("LMCACHE_REMOTE_URLS", "LMCACHE_REMOTE_URL"),
+        ("LM_CACHE_LOCAL_DISK", "LMCACHE_LOCAL_DISK"),
+        ("LM_CACHE_MAX_CPU_SIZE", "LMCACHE_MAX_LOCAL_CPU_SIZE"),
+        ("lmcache_local_cpu", "LMCACHE_LOCAL_CPU"),
+        ("max_local_cpu_size", "LMCACHE_MAX_LOCAL_CPU_SIZE"),
+        ("LMCACHE_CONFIG_PATH", "LMCACHE_CONFIG_FILE"),
+        ("LMCACHE_CONFIG", "LMCACHE_CONFIG_FILE"),
+        ("lmcache_config_file", "LMCACHE_CONFIG_FILE"),
+        ("LMCACHE_CONFIG_FILE", None),
+        ("LM_CACHE_USE_EXPERIMENTAL", None),
         ("LMCACHE_MAX_LOCAL_CPU_SIZE", None),
         ("LMCACHE_RESP_HOST", None),  # read by a connector of LMCache
         ("LMCACHE_LOG_LEVEL", None),

@@ -102,7 +102,7 @@ def test_steps_are_not_made_to_end_inside_an_image():
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_vllm_says_which_models_are_meant(monkeypatch, whole):
-    monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache_config())
+    monkeypatch.setattr(connector, "load_lmcache_config", lambda *_, **__: lmcache_config())
     monkeypatch.setattr(
         connector, "LookupClient", lambda *args: Namespace(ask=0, contents=0, drop=0, keep=0)
     )

@@ -495,8 +495,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a misspelt variable of LMCache's is ignored without a word",
         VALUES,
-        "        if near := difflib.get_close_matches(name, known, 1, 0.86):\n",
-        "        if near := [][:len(known)]:\n",
+        "            near = difflib.get_close_matches(meant, known, 1, 0.86)\n",
+        "            near = []\n",
     ),
     one(
         "a folder is called ~",
