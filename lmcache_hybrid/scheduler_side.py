@@ -17,7 +17,7 @@ from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
-from lmcache_hybrid.scheduler.pins import Pins
+from lmcache_hybrid.scheduler.pin_limit import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
 from lmcache_hybrid.scheduler.waits import IdleSteps

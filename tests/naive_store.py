@@ -12,7 +12,7 @@ from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage.kept_names import KeptNames
-from lmcache_hybrid.storage.record import (
+from lmcache_hybrid.storage.record_format import (
     HEADER_BYTES,
     open_record,
     payload_bytes,

@@ -14,7 +14,7 @@ import typer
 from benchmarks.figures import header, write
 from benchmarks.performance.shapes import SHAPES
 from lmcache_hybrid.core.digests import PLAIN, Digester, KeyedDigester
-from lmcache_hybrid.storage.record import CHUNK_BYTES, digests_of
+from lmcache_hybrid.storage.record_format import CHUNK_BYTES, digests_of
 from lmcache_hybrid.worker.pages import GroupPages
 
 KINDS: dict[str, Digester] = {"plain": PLAIN, "keyed": KeyedDigester(bytes(range(32)))}

@@ -59,7 +59,7 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from lmcache_hybrid.storage.record import payload_bytes
+from lmcache_hybrid.storage.record_format import payload_bytes
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.tools.tiny_models import make_model

@@ -88,6 +88,10 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
         """Whether anything can be restored."""
         return self.end > (0, 0)
 
+    def tokens(self, block_size: int) -> int:
+        """The deepest boundary in tokens."""
+        return self.boundary * block_size + self.tail
+
     @property
     def source(self) -> str:
         """The backend of the last block."""

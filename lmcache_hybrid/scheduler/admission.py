@@ -100,13 +100,16 @@ class Admission:
 
         0 where they are too few, or computing is faster.
         """
-        end = result.boundary * self._plan.block_size + result.tail
+        end = result.tokens(self._plan.block_size)
         gain = end - num_computed_tokens
         if gain < max(1, self._options.min_retrieve_tokens):
             return 0
         if tracker.load_seconds is None:
-            judged = self._policy.judge(tracker.request, result, num_computed_tokens)
-            tracker.load_seconds = judged if tracker.prefetch is None else math.inf
+            if tracker.prefetch is None:
+                judged = self._policy.judge(tracker.request, result, num_computed_tokens)
+            else:
+                judged = math.inf
+            tracker.load_seconds = judged
             if tracker.load_seconds is None:
                 count_skipped(self._ledger, result, gain)
                 return 0

@@ -100,7 +100,7 @@ class KVEvents:
         """Learn the blocks that a lookup found."""
         if not (result.attention or result.tail):
             return
-        inner = [result.boundary * self._size + result.tail] if result.tail else []
+        inner = [result.tokens(self._size)] if result.tail else []
         prefix = prefix.with_inner(inner_hashes(request, inner, self._plan))
         self.learn(request, prefix, result.attention, inner)
 

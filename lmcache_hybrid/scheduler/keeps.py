@@ -282,7 +282,7 @@ class Keeps:
         yield
         if not found.available:
             raise _RefusedError(UNANSWERED, "failed")
-        stored = found.boundary * size + found.tail
+        stored = found.tokens(size)
         ends = {*call.boundaries, found.boundary * (not found.tail)} - {0}
         kept = max([stored, *(end * size for end in ends)])
         if not kept:

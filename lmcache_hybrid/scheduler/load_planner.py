@@ -85,7 +85,7 @@ def load_of(
     """
     boundary = result.boundary
     assert isinstance(tracker.phase, Loading)
-    end = boundary * plan.block_size + result.tail
+    end = result.tokens(plan.block_size)
     last = boundary + bool(result.tail)  # blocks, the partly filled one included
     inner = inner_hashes(tracker.request, (end,), plan)
     return LoadSpec(

@@ -105,7 +105,7 @@ class LoadWhenFaster(LoadPolicy):
         self._left: Counter[str] = Counter()
 
     def judge(self, request: "Request", result: LookupResult, start: int) -> float | None:
-        end, source = result.boundary * self._size + result.tail, result.source
+        end, source = result.tokens(self._size), result.source
         computing = self._speeds.compute_seconds(start, end)
         if computing is None:
             computing = (end - start) / ASSUMED_SPEED

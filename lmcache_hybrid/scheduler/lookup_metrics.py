@@ -30,7 +30,7 @@ def count_lookup(
         known: False where the ranks do not know the request's adapter.
     """
     # Past the limit nothing could be loaded in any case.
-    found = result.boundary * block_size + result.tail
+    found = result.tokens(block_size)
     reach = min(result.attention, asked.limit) * block_size
     lost = reach - max(found, asked.floor * block_size)
     with ledger as counts:
@@ -52,7 +52,7 @@ def log_lookup(
     Args:
         floor: local blocks.
     """
-    found = result.boundary * block_size + result.tail
+    found = result.tokens(block_size)
     logger.log(
         logging.INFO if first else logging.DEBUG,
         "Reqid: %s, Total tokens %d, Inference Engine computed tokens: %d, "

@@ -11,7 +11,7 @@ from lmcache_hybrid.protocol.lookup import MISS, LookupResult
 from lmcache_hybrid.scheduler.load_planner import limit_of, question_of
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
 from lmcache_hybrid.scheduler.lookup_reports import LookupReports
-from lmcache_hybrid.scheduler.pins import Pins
+from lmcache_hybrid.scheduler.pin_limit import Pins
 from lmcache_hybrid.scheduler.tracker import (
     Asked,
     Loading,

@@ -57,7 +57,7 @@ class SavePlanner:
         started = {computed // size * size, computed + gain}
         # Inside a block it counts until a deeper boundary is stored, see _keep.
         whole = len(tracker.prefix.hashes) * size
-        tracker.kept = {b for b in started if 0 < b <= whole and b % size == 0}
+        tracker.likeliest = {b for b in started if 0 < b <= whole and b % size == 0}
         tracker.chunks = tracker.save and checkpoints.wants_end(computed + gain)
 
     def plan(
@@ -271,17 +271,19 @@ class SavePlanner:
         new = [boundary for boundary in reached if checkpoints.lasting(boundary)]
         # Pages that a prompt's last step stores behind its last state would outlive that state.
         first = attention[0][0] * size if attention else checkpoints.known
-        behind = checkpoints.end in tracker.kept and checkpoints.end <= first < checkpoints.known
+        behind = (
+            checkpoints.end in tracker.likeliest and checkpoints.end <= first < checkpoints.known
+        )
         if not new and not behind:
             return ()
-        tracker.kept.update(new)
+        tracker.likeliest.update(new)
         # In generated tokens the next turn needs only the deepest boundary.
-        whole = {b for b in tracker.kept if b % size == 0}
-        tracker.kept.difference_update(sorted(b for b in whole if b > checkpoints.last)[:-1])
+        whole = {b for b in tracker.likeliest if b % size == 0}
+        tracker.likeliest.difference_update(sorted(b for b in whole if b > checkpoints.last)[:-1])
         # One inside a block is needed until there is a deeper one, or where prompts part.
-        inner = tracker.kept - whole - {checkpoints.junction}
-        tracker.kept.difference_update(inner - {max(tracker.kept)})
-        return tuple(sorted(tracker.kept))
+        inner = tracker.likeliest - whole - {checkpoints.junction}
+        tracker.likeliest.difference_update(inner - {max(tracker.likeliest)})
+        return tuple(sorted(tracker.likeliest))
 
     def drop_offers(self, reason: str, offers: int) -> None:
         """Count handed-off states that are not stored."""

@@ -26,7 +26,7 @@ from lmcache_hybrid.scheduler.lookup_metrics import count_hit
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.lookup_reports import LookupReports
 from lmcache_hybrid.scheduler.lookups import Lookups
-from lmcache_hybrid.scheduler.pins import Pins
+from lmcache_hybrid.scheduler.pin_limit import Pins
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
 from lmcache_hybrid.scheduler.store_watch import StoreWatch
@@ -185,7 +185,7 @@ class HybridScheduler:
             return
         size = self._plan.block_size
         result = self._lookups.load(tracker, num_external_tokens)
-        start = (result.boundary * size + result.tail - num_external_tokens) // size
+        start = (result.tokens(size) - num_external_tokens) // size
         load = load_of(tracker, self._plan, block_ids, start, result)
         if tracker.prefetch is not None:
             tracker.prefetch.admit(result, size)

@@ -4,11 +4,11 @@
 Its :data:`Phase` is that of its lookup and load::
 
     NotAsked --ask--> Asked --offer--> Offered --load--> Loading --end_load--> NotAsked
-        ^                                 |
-        '-------------admit---------------'
+        ^               |   <---ask---  |  ^
+        '-----admit-----+-----admit-----'  '-- offer, of what needs no asking, from NotAsked
 
-:meth:`RequestTracker.withdraw` takes a promise back: it cancels a pending lookup and drops an
-offer.
+:meth:`RequestTracker.withdraw` takes a promise back: it cancels a pending lookup, and leaves of an
+offer that there is nothing to load, so that vLLM's next call does not ask again.
 """
 
 import math
@@ -107,7 +107,7 @@ class Stored:
         # Of all others nothing is known: some before a hit may be missing.
         self.states.update(boundary * plan.block_size for boundary in result.states)
         if result.hit:
-            self.states.add(result.boundary * plan.block_size + result.tail)
+            self.states.add(result.tokens(plan.block_size))
         for window in plan.windows:
             first = window.first(floor, result.boundary)
             pages, last = set(range(first, result.boundary)), 0
@@ -140,10 +140,11 @@ class RequestTracker:
         save: whether this request's blocks are stored.
         checkpoints: where its steps end so that a state can be stored.
         phase: of its lookup and load.
-        load_seconds: max time of a load of the offer; None until the policy has judged it.
+        load_seconds: max time of a load of the offer; None until the policy has judged it,
+            and where it is computed.
         background: lookup of what is stored already; admission does not wait for it.
         stored: what need not be saved again.
-        kept: boundaries in tokens that later requests are likeliest to need.
+        likeliest: boundaries in tokens that later requests are likeliest to need.
         next_unoffered: the next boundary in tokens to store without a hand-off from vLLM: one in
             known tokens, or without state groups any. 0 for none.
         chunks: whether further steps of its prefill end where a state is stored.
@@ -163,7 +164,7 @@ class RequestTracker:
     load_seconds: float | None = None
     background: PendingLookup | None = None
     stored: Stored = field(default_factory=Stored)
-    kept: set[int] = field(default_factory=set)
+    likeliest: set[int] = field(default_factory=set)
     next_unoffered: int = 0
     chunks: bool = False
     logged: bool = False
@@ -234,7 +235,7 @@ class RequestTracker:
             f"vLLM loads {tokens} tokens that were never offered"
         )
         result = offered.result
-        end = result.boundary * block_size + result.tail
+        end = result.tokens(block_size)
         assert self.load_seconds is not None
         self.phase = Loading(end, tokens, now + self.load_seconds)
         return offered.result
@@ -350,7 +351,7 @@ class RequestTracker:
         """Assert what holds between two calls of vLLM."""
         blocks = len(self.prefix.hashes)
         assert 0 <= self.stored.attention <= blocks
-        assert all(boundary > 0 for boundary in self.kept)
+        assert all(boundary > 0 for boundary in self.likeliest)
         match self.phase:
             case Offered(result, _, claim, tokens):
                 assert claim or not result.hit, "offered without a claim"

@@ -5,7 +5,7 @@ import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_hybrid.core.digests import Digester
-from lmcache_hybrid.storage.record import HEADER_BYTES, payload_bytes
+from lmcache_hybrid.storage.record_format import HEADER_BYTES, payload_bytes
 
 
 def record_shape(size: int) -> torch.Size:

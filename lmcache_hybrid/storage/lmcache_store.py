@@ -30,10 +30,10 @@ from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer, record_shape
 from lmcache_hybrid.storage.claims import LMCacheClaim
-from lmcache_hybrid.storage.damaged_records import DamagedRecords
+from lmcache_hybrid.storage.hidden_records import DamagedRecords
 from lmcache_hybrid.storage.kept_names import KeptNames
 from lmcache_hybrid.storage.read_reservation import ReadReservation
-from lmcache_hybrid.storage.record import open_record, record_bytes, seal
+from lmcache_hybrid.storage.record_format import open_record, record_bytes, seal
 from lmcache_hybrid.storage.record_names import RecordNames, Replicas
 from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.silent_stores import SilentStores

@@ -220,7 +220,7 @@ class RankLookup:
             asked = max(
                 len(request.prefix.hashes) * size, request.limit * size + request.limit_tail
             )
-            self._monitor.looked_up(asked, result.boundary * size + result.tail, started)
+            self._monitor.looked_up(asked, result.tokens(size), started)
         return result
 
     def refresh(self) -> None:

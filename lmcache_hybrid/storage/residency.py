@@ -17,7 +17,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache_hybrid.core.keys import RecordKey, tags_digest, wide_hash
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.protocol.record_reports import REMOTE, RankReport, RecordName, Tier
-from lmcache_hybrid.storage.record import Header
+from lmcache_hybrid.storage.record_format import Header
 from lmcache_hybrid.storage.tiers.base import Observer, StorageTier
 
 # Max records of a remote store to remember, and max expected records.

@@ -25,7 +25,7 @@ class Buffer(Protocol):
     ``put`` releases the buffers it is given.
 
     Attributes:
-        digests: of the payload's chunks, see :mod:`lmcache_hybrid.storage.record`.
+        digests: of the payload's chunks, see :mod:`lmcache_hybrid.storage.record_format`.
         digester: the store's, which computes and checks them.
     """
 

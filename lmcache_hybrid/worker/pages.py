@@ -14,7 +14,7 @@ from lmcache_hybrid.core.digests import DIGEST_BYTES, PLAIN, Digester
 from lmcache_hybrid.core.errors import ConfigError, LoadError
 from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage.record import CHUNK_BYTES, check
+from lmcache_hybrid.storage.record_format import CHUNK_BYTES, check
 from lmcache_hybrid.worker.layout import merge, runs_of
 
 # (bytes of the KV cache, as many bytes of host memory), both dense uint8 views.
@@ -134,7 +134,7 @@ class GroupPages:
             out: uint8 of ``block_bytes`` elements, in CPU memory.
 
         Returns:
-            The digests of the chunks of ``out``, see :mod:`lmcache_hybrid.storage.record`.
+            The digests of the chunks of ``out``, see :mod:`lmcache_hybrid.storage.record_format`.
         """
         blocks = self._check(block, out)
         assert self._host is not None, "a device's pages are gathered by StreamCopies"

@@ -22,7 +22,7 @@ from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.storage.drops import drop
 from lmcache_hybrid.storage.keeps import keep
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.store import Claim, Store
 from lmcache_hybrid.worker.copies import CopyThreads, copies_for

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage import record_format
 
 
 class Inside:
@@ -50,7 +50,7 @@ class Inside:
     def _take_all(self) -> list:
         """All memory that is free or can be evicted."""
         taken = []
-        for size in (record.payload_bytes(self._store._reservation.largest), 1):
+        for size in (record_format.payload_bytes(self._store._reservation.largest), 1):
             taken += iter(lambda size=size: self._store.reserve(size), None)
         return taken
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import xxhash
 
-from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage import record_format
 from tests.bucket import Bucket
 
 
@@ -46,9 +46,9 @@ def foreign(data: bytes) -> bytes:
 
 def of_another_version(data: bytes) -> bytes:
     """A valid header of the next record version."""
-    fields = bytearray(data[: record._FIELDS.size])
-    struct.pack_into("<H", fields, len(record.MAGIC), record.VERSION + 1)
-    checksum = record._CHECKSUM.pack(xxhash.xxh3_64_intdigest(bytes(fields)))
+    fields = bytearray(data[: record_format._FIELDS.size])
+    struct.pack_into("<H", fields, len(record_format.MAGIC), record_format.VERSION + 1)
+    checksum = record_format._CHECKSUM.pack(xxhash.xxh3_64_intdigest(bytes(fields)))
     return bytes(fields) + checksum + data[len(fields) + len(checksum) :]
 
 
@@ -117,7 +117,7 @@ class FolderShelf(DiskShelf):
         super().write(name, super().read(name)[: self._own(name)] + data)
 
     def _own(self, name: str) -> int:
-        return super().read(name).index(record.MAGIC)
+        return super().read(name).index(record_format.MAGIC)
 
 
 class RedisShelf:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 from tests.e2e.blocks import block_size, described
 from tests.e2e.engine import Engine
 from tests.e2e.subscriber import ATTENTION, Subscriber

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from lmcache_hybrid.storage.record import VERSION
+from lmcache_hybrid.storage.record_format import VERSION
 from tests.e2e import disks, records
 from tests.e2e.broken_store import Prompt, Site, new_prompt
 from tests.e2e.engine import Answer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.tiny_models import make_model
 from tests.e2e.blocks import block_size, described

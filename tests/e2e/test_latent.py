@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from lmcache_hybrid.storage.record import read_header
+from lmcache_hybrid.storage.record_format import read_header
 from lmcache_hybrid.tools.tiny_models import make_model
 from tests.e2e import standins
 from tests.e2e.engine import Engine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from lmcache_hybrid.storage.record import Header, read_header
+from lmcache_hybrid.storage.record_format import Header, read_header
 from lmcache_hybrid.tools.tiny_models import make_model
 from tests.e2e import v2
 from tests.e2e.blocks import block_size

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid.storage.record import read_header
+from lmcache_hybrid.storage.record_format import read_header
 from tests.e2e import uneven
 from tests.e2e.engine import Answer, Engine
 from tests.e2e.records import FolderShelf

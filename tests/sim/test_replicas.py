@@ -4,7 +4,7 @@
 import pytest
 
 from lmcache_hybrid.storage.key_names import parse_key
-from lmcache_hybrid.storage.record import payload_bytes
+from lmcache_hybrid.storage.record_format import payload_bytes
 
 from .engine import SimEngine
 from .setup import Setup

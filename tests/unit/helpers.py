@@ -38,7 +38,7 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
 from lmcache_hybrid.storage import drops, keeps
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.storage.record_format import digests_of
 from lmcache_hybrid.tools.tiny_models import make_model
 from lmcache_hybrid.worker.pages import GroupPages
 from tests.naive_store import NaiveStore

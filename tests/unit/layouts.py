@@ -27,7 +27,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache_hybrid.core.groups import page_bytes
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
-from lmcache_hybrid.storage.record import HEADER_BYTES, open_record, record_bytes, seal
+from lmcache_hybrid.storage.record_format import HEADER_BYTES, open_record, record_bytes, seal
 from lmcache_hybrid.worker.pages import GroupPages
 
 from .planning import get_kv_cache_config_from_groups, get_kv_cache_groups

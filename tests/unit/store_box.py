@@ -18,7 +18,7 @@ from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
-from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage.record_format import HEADER_BYTES
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from lmcache_hybrid.storage.residency import Residency

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_hybrid.storage.record import payload_bytes
+from lmcache_hybrid.storage.record_format import payload_bytes
 
 from . import store_box as stores
 from .helpers import payload_of, put

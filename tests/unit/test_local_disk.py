@@ -18,7 +18,7 @@ from lmcache_hybrid.config.store_sizes import check_sizes
 from lmcache_hybrid.core.errors import ConfigError, LoadError, RecordError
 from lmcache_hybrid.storage.disk import backend
 from lmcache_hybrid.storage.disk.backend import THREADS, LocalDisk
-from lmcache_hybrid.storage.record import payload_bytes
+from lmcache_hybrid.storage.record_format import payload_bytes
 
 from . import store_box as stores
 from .helpers import payload_of, put

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lmcache_hybrid.core.errors import ConfigError, RecordError
-from lmcache_hybrid.storage.record import CHUNK_BYTES, digests_of
+from lmcache_hybrid.storage.record_format import CHUNK_BYTES, digests_of
 from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import PLAN, make_pages, state_view

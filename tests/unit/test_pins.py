@@ -14,7 +14,7 @@ from lmcache_hybrid.protocol.lookup import MISS, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler import lookups
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
-from lmcache_hybrid.scheduler.pins import FEW, RAM, Pins
+from lmcache_hybrid.scheduler.pin_limit import FEW, RAM, Pins
 
 from .helpers import (
     PLAN,

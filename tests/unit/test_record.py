@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
-from lmcache_hybrid.storage import record
-from lmcache_hybrid.storage.record import (
+from lmcache_hybrid.storage import record_format
+from lmcache_hybrid.storage.record_format import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     HEADER_BYTES,
@@ -25,7 +25,7 @@ from lmcache_hybrid.storage.record import (
 
 FINGERPRINT = bytes(range(16))
 KEY = RecordKey(STATE, 3, b"h" * 32, 768, (("user", "a"),))
-USED = record._FIELDS.size + record._CHECKSUM.size  # header bytes that mean something
+USED = record_format._FIELDS.size + record_format._CHECKSUM.size  # header bytes that mean something
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
 keys = st.builds(
@@ -65,8 +65,8 @@ def reason_of(data: bytes, key: RecordKey = KEY, fingerprint: bytes = FINGERPRIN
 def resealed_header(data: bytearray, offset: int, new: bytes) -> bytearray:
     """``data`` with other header bytes and a header checksum that fits them."""
     data[offset : offset + len(new)] = new
-    fields = bytes(data[: record._FIELDS.size])
-    struct.pack_into("<Q", data, record._FIELDS.size, xxhash.xxh3_64_intdigest(fields))
+    fields = bytes(data[: record_format._FIELDS.size])
+    struct.pack_into("<Q", data, record_format._FIELDS.size, xxhash.xxh3_64_intdigest(fields))
     return data
 
 
@@ -120,7 +120,8 @@ def test_refuses_other_magic():
 
 def test_refuses_another_version():
     assert (
-        reason_of(resealed_header(sealed(), 8, struct.pack("<H", record.VERSION + 1))) == "version"
+        reason_of(resealed_header(sealed(), 8, struct.pack("<H", record_format.VERSION + 1)))
+        == "version"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.key_names import VALUE
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from tests.servers import Cluster, HalfCluster, Sentinels, wait_for
 

@@ -260,7 +260,7 @@ def test_what_is_cached_locally_past_the_prompt_has_no_name():
     request = make_request(tokens=3 * N + 1)
     request.append_output_token_ids([1] * (2 * N))
     rig.match(request, 5 * N)
-    assert rig.scheduler._trackers["r"].kept == set()
+    assert rig.scheduler._trackers["r"].likeliest == set()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lmcache_hybrid.config.own_options import KEY_FILE_KEY
 from lmcache_hybrid.core.digests import MAX_KEY, PLAIN, SEAL_BYTES, KeyedDigester, read_key
 from lmcache_hybrid.core.errors import ConfigError, DamagedError, RecordError
 from lmcache_hybrid.storage import lmcache_store, record
-from lmcache_hybrid.storage.record import (
+from lmcache_hybrid.storage.record_format import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     HEADER_BYTES,

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from benchmarks.performance.shapes import SMALL
 from benchmarks.scale import measure
 from lmcache_hybrid.core.digests import DIGEST_BYTES
-from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage.record_format import HEADER_BYTES
 from lmcache_hybrid.storage.remote import redis, servers
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.sizing import sharing

@@ -13,7 +13,7 @@ from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.core.errors import LoadError, NoRoomError
 from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
-from lmcache_hybrid.storage.record import HEADER_BYTES, digests_of
+from lmcache_hybrid.storage.record_format import HEADER_BYTES, digests_of
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from lmcache_hybrid.worker import copies, loads, worker
 from lmcache_hybrid.worker.loads import PART_BYTES

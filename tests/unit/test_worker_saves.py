@@ -10,7 +10,7 @@ import pytest
 from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, SaveSpec
-from lmcache_hybrid.storage.record import HEADER_BYTES, payload_bytes
+from lmcache_hybrid.storage.record_format import HEADER_BYTES, payload_bytes
 from lmcache_hybrid.worker import copies
 
 from .helpers import PLAN, keys_of

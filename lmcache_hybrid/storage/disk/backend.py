@@ -26,7 +26,7 @@ from lmcache_hybrid.storage.disk.files import NO_FILE, open_regular, write_anew
 from lmcache_hybrid.storage.disk.full_disk import DiskFullHandler
 from lmcache_hybrid.storage.disk.index import SUFFIX, Found, find
 from lmcache_hybrid.storage.disk.limited_index import LimitedIndex
-from lmcache_hybrid.storage.record import Header
+from lmcache_hybrid.storage.record_format import Header
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig

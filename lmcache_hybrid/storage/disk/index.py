@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.storage.disk.files import open_regular
 from lmcache_hybrid.storage.key_names import parse_key
-from lmcache_hybrid.storage.record import HEADER_BYTES, Header, read_header, record_bytes
+from lmcache_hybrid.storage.record_format import HEADER_BYTES, Header, read_header, record_bytes
 
 if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from lmcache_hybrid.core.errors import RecordError
-from lmcache_hybrid.storage.record import read_header
+from lmcache_hybrid.storage.record_format import read_header
 
 # Records used within one minute count as used together: those of one prompt mostly are.
 MINUTE = 60.0

@@ -15,7 +15,7 @@ from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.storage.disk.files import open_regular
 from lmcache_hybrid.storage.folder.least_used import UNREADABLE, Depth, depth_of
 from lmcache_hybrid.storage.key_names import StoredKey, parse_key
-from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage.record_format import HEADER_BYTES
 
 DATA, TEMPORARY = ".data", ".tmp"
 # LMCache's header in front of a record: length, memory format, dtype, four dimensions; for one

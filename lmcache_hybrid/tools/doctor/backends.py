@@ -21,7 +21,7 @@ from lmcache_hybrid.config.stores.base import Place, imported
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.disk.backend import LocalDisk
-from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.storage.record_format import digests_of
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
 from lmcache_hybrid.tools.doctor.context import Context

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmcache_hybrid.core.prefill import boundaries
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.tools.sizing import storage
 from lmcache_hybrid.tools.sizing.blocks import Sizes
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE

@@ -11,7 +11,7 @@ from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.storage.folder.least_used import Depth, depth_of
 from lmcache_hybrid.storage.folder.record_files import WRITING_SECONDS, check_wrapper
 from lmcache_hybrid.storage.key_names import StoredKey
-from lmcache_hybrid.storage.record import (
+from lmcache_hybrid.storage.record_format import (
     CHUNK_BYTES,
     HEADER_BYTES,
     Header,

@@ -24,7 +24,7 @@ from lmcache_hybrid.storage.folder.record_files import (
     record_files,
 )
 from lmcache_hybrid.storage.key_names import printable
-from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage.record_format import HEADER_BYTES
 from lmcache_hybrid.tools.stored.record_store import Entry
 
 LOCAL_DISK = ".pt"

@@ -16,7 +16,7 @@ import redis
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.core.errors import StoreError
 from lmcache_hybrid.storage.key_names import METADATA, VALUE, parse_key, printable
-from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage.record_format import HEADER_BYTES
 from lmcache_hybrid.tools.stored.record_store import Entry
 from lmcache_hybrid.tools.stored.redis_client import ERRORS, connect
 

@@ -176,8 +176,8 @@ DEFECTS = (
     one(
         "a prefetch is computed where that is faster",
         "lmcache_hybrid/scheduler/admission.py",
-        "judged if tracker.prefetch is None else math.inf",
-        "judged",
+        "            if tracker.prefetch is None:\n",
+        "            if True:\n",
     ),
     one(
         "a prefetch forgets what it has loaded once that has ended",

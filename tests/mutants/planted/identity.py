@@ -259,7 +259,7 @@ DEFECTS = (
     one(
         "releases with other records look for each other's",
         "lmcache_hybrid/worker/fingerprint.py",
-        '        "record": record.VERSION,\n',
+        '        "record": record_format.VERSION,\n',
         '        "record": 0,\n',
     ),
     one(
@@ -465,7 +465,7 @@ DEFECTS = (
     one(
         "the model runner is part of the fingerprint",
         "lmcache_hybrid/worker/fingerprint.py",
-        '        "record": record.VERSION,\n',
-        '        "record": record.VERSION,\n        "runner": vllm_config.use_v2_model_runner,\n',
+        '        "record": record_format.VERSION,\n',
+        '        "record": record_format.VERSION,\n        "runner": vllm_config.use_v2_model_runner,\n',
     ),
 )

@@ -3,7 +3,7 @@
 
 from tests.mutants.defect import Defect, one
 
-PINS = "lmcache_hybrid/scheduler/pins.py"
+PINS = "lmcache_hybrid/scheduler/pin_limit.py"
 LOOKUPS = "lmcache_hybrid/scheduler/lookups.py"
 
 DEFECTS: tuple[Defect, ...] = (

@@ -3,7 +3,7 @@
 
 from tests.mutants.defect import one
 
-REMOVAL = "lmcache_hybrid/storage/damaged_records.py"
+REMOVAL = "lmcache_hybrid/storage/hidden_records.py"
 
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 

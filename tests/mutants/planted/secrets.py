@@ -4,7 +4,7 @@
 from tests.mutants.defect import one
 
 DIGESTS = "lmcache_hybrid/core/digests.py"
-RECORD = "lmcache_hybrid/storage/record.py"
+RECORD = "lmcache_hybrid/storage/record_format.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 
 DEFECTS = (

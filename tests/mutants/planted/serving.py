@@ -8,7 +8,7 @@ CACHED_BLOCKS = "lmcache_hybrid/scheduler/save_planner.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
 LOAD_PLANNER = "lmcache_hybrid/scheduler/load_planner.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
-RECORD = "lmcache_hybrid/storage/record.py"
+RECORD = "lmcache_hybrid/storage/record_format.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 PAGES = "lmcache_hybrid/worker/pages.py"
 
@@ -330,8 +330,8 @@ DEFECTS = (
     one(
         "the load starts one block early of what vLLM holds",
         SCHEDULER,
-        "start = (result.boundary * size + result.tail - num_external_tokens) // size",
-        "start = max(0, (result.boundary * size + result.tail - num_external_tokens) // size - 1)",
+        "start = (result.tokens(size) - num_external_tokens) // size",
+        "start = max(0, (result.tokens(size) - num_external_tokens) // size - 1)",
     ),
     one(
         "the state goes to the last block of the table",

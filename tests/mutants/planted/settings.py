@@ -242,7 +242,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "states that are missing before those found are not stored",
         "lmcache_hybrid/scheduler/tracker.py",
-        "            self.states.add(result.boundary * plan.block_size + result.tail)\n",
+        "            self.states.add(result.tokens(plan.block_size))\n",
         "            self.states.update(range(result.end[0] * plan.block_size + 1))\n",
     ),
     one(

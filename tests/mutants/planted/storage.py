@@ -183,7 +183,7 @@ DEFECTS = (
     ),
     one(
         "with python -O a record is sealed with digests of another",
-        "lmcache_hybrid/storage/record.py",
+        "lmcache_hybrid/storage/record_format.py",
         "    if len(record) != HEADER_BYTES + length + len(digests):\n",
         "    if len(record) < HEADER_BYTES + length:\n",
     ),

@@ -498,8 +498,8 @@ DEFECTS = (
     ),
     one(
         "tables are looked for beside the figures",
-        "benchmarks/reuse/report.py",
-        "out.absolute().parent.with_name(",
-        "out.absolute().with_name(",
+        "benchmarks/figures.py",
+        "file.absolute().parent.with_name(",
+        "file.absolute().with_name(",
     ),
 )

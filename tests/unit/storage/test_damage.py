@@ -7,7 +7,7 @@ from lmcache.v1.memory_management import MemoryFormat
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.storage.key_names import VALUE
-from lmcache_hybrid.storage.record import HEADER_BYTES, record_bytes
+from lmcache_hybrid.storage.record_format import HEADER_BYTES, record_bytes
 from lmcache_hybrid.storage.tiers.remote import RemoteTier
 from lmcache_hybrid.upstream.lmcache_home import take
 

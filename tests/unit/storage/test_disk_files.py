@@ -13,7 +13,7 @@ import torch
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import STATE, RecordKey
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 
 from ..helpers import payload_of, put
 from ..store_box import KEYS, SIZE, N, until

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
-from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage.record_format import HEADER_BYTES
 
 from ..helpers import payload_of, put
 from ..other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp  # noqa: F401

@@ -13,7 +13,7 @@ from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.prefix import Prefix, block_keys, load_keys
 from lmcache_hybrid.storage import keeps, kept_names
 from lmcache_hybrid.storage.kept_names import OF_SALT, KeptNames
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 
 from ..helpers import put
 from ..store_box import BACKEND, SIZE, N

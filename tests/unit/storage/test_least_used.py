@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.folder.least_used import MINUTE, UNREADABLE, depth_of, least_used
-from lmcache_hybrid.storage.record import record_bytes, seal
+from lmcache_hybrid.storage.record_format import record_bytes, seal
 
 N = 16
 

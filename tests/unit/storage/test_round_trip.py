@@ -7,7 +7,7 @@ from lmcache.utils import CacheEngineKey
 
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.tools.sizing import storage as sizing
 
 from ..helpers import payload_of

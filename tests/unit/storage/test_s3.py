@@ -10,7 +10,7 @@ import torch
 
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.storage.remote import s3
 from tests.bucket import DENIED, Bucket
 

@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.key_names import readable_name
-from lmcache_hybrid.storage.record import payload_bytes
+from lmcache_hybrid.storage.record_format import payload_bytes
 
 from ..helpers import put
 from ..store_box import FINGERPRINT, KEYS, Box, N

@@ -9,8 +9,8 @@ import xxhash
 from typer.testing import CliRunner
 
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage import record
-from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage import record_format
+from lmcache_hybrid.storage.record_format import HEADER_BYTES
 from lmcache_hybrid.tools.cli import app
 
 from ..store_box import FINGERPRINT, KEYS, Box, N
@@ -61,10 +61,11 @@ def aged_all(filled: Box) -> None:
 def resealed(**fields) -> bytes:
     """A header with a right checksum and any values, as a hostile writer would make it."""
     values = dict(
-        magic=record.MAGIC, version=record.VERSION, kind=0, group=0, boundary=N, length=8,
+        magic=record_format.MAGIC, version=record_format.VERSION,
+        kind=0, group=0, boundary=N, length=8,
         fingerprint=bytes.fromhex("0123456789abcdef") + bytes(8),
         block_hash=bytes(7) + b"\xab" + b"h" * 24,
-        tags=record.tags_digest(()), checksum=bytes(16),
+        tags=record_format.tags_digest(()), checksum=bytes(16),
     )  # fmt: skip
     values.update(fields)
     packed = struct.pack("<8sHBBQQ16s32s16s16s", *values.values())

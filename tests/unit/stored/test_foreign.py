@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lmcache.utils import CacheEngineKey
 
-from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage import record_format
 from lmcache_hybrid.storage.key_names import parse_key
-from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage.record_format import HEADER_BYTES
 from lmcache_hybrid.tools.stored.audit import Status, judge
 from lmcache_hybrid.tools.stored.record_store import Entry
 
@@ -104,7 +104,7 @@ def test_names_that_are_no_utf8(tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("size", [HEADER_BYTES, record.record_bytes(8), 1 << 40])
+@pytest.mark.parametrize("size", [HEADER_BYTES, record_format.record_bytes(8), 1 << 40])
 def test_sizes_out_of_a_header_are_not_believed(tmp_path, fields, size):
     """A terabyte of nothing is neither read into memory nor counted as a record."""
     file = tmp_path / f"{HOSTILE_NAME}.pt"

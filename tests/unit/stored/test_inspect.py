@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
-from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage import record_format
 from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES
 from lmcache_hybrid.storage.key_names import parse_key, readable_name
 
@@ -25,7 +25,7 @@ def test_names_of_lmcaches_keys_are_understood(box, tags):
     parsed = parse_key(key)
     assert (parsed.model, parsed.world_size, parsed.rank) == (MODEL, 2, 0)
     assert (parsed.label, parsed.fingerprint) == ("s2", FINGERPRINT_HEX)
-    assert parsed.tags == record.tags_digest(tags)
+    assert parsed.tags == record_format.tags_digest(tags)
     assert parsed.block_hash == int.from_bytes(b"\x0f" * 8, "big")
     assert parse_key(key.replace("/", "-")) == parsed
 
@@ -67,7 +67,7 @@ def test_inspect_shows_what_lmcache_wrote(box, kind):
     assert (row["prompts"], row["deepest"]) == (1, 3 * N)
     assert row["damaged"] == row["other_version"] == row["unfinished"] == 0
     wrapper = WRAPPER_BYTES if kind == "fs" else 0
-    assert row["bytes"] == 4 * (record.record_bytes(1000) + wrapper)
+    assert row["bytes"] == 4 * (record_format.record_bytes(1000) + wrapper)
     assert 0 <= row["youngest"] <= row["oldest"] < 60
     text = run("inspect", store_of(filled))
     assert MODEL in text and FINGERPRINT_HEX in text and "damaged" not in text

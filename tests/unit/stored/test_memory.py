@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_hybrid.core.keys import STATE
-from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage import record_format
 from lmcache_hybrid.tools.stored import record_store, summary
 from tests.marks import slow
 
@@ -33,7 +33,7 @@ def fill(folder: Path, start: int, stop: int) -> None:
                 block_hash=struct.pack(">QQ", number, number) + b"h" * 16,
             )
             name = f"m@1@0@{number:x}@uint8@hybrid%s{group}-0123456789abcdef.data"
-            size = record.record_bytes(8)
+            size = record_format.record_bytes(8)
             wrapper = struct.pack("7i", size, 1, 6, 1, 1, 1, size)
             (folder / name).write_bytes(wrapper + (head + b"p" * 8).ljust(size, b"d"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
-from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage import record_format
 from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, check_wrapper
 from lmcache_hybrid.tools.stored import audit
 from lmcache_hybrid.tools.stored.audit import Status
@@ -58,7 +58,7 @@ def test_a_record_under_anothers_name_is_damaged(box, kind):
 def other_version(data: bytes) -> bytes:
     """As an older release left it."""
     old = bytearray(data)
-    struct.pack_into("<H", old, 8, record.VERSION - 1)
+    struct.pack_into("<H", old, 8, record_format.VERSION - 1)
     return bytes(old)
 
 

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.tiers.base import StorageTier
 
-logger = init_logger("vllm.lmcache_hybrid.storage.damaged_records")
+logger = init_logger("vllm.lmcache_hybrid.storage.hidden_records")
 
 # Max hidden records of one backend; the one hidden first comes back first.
 MAX_HIDDEN = 4096

@@ -124,7 +124,7 @@ class Pins:
 
     def _keys(self, request: LookupRequest, result: LookupResult) -> tuple[Key, ...]:
         """Return what a claim for ``result`` pins in RAM."""
-        prefix, end = request.prefix, result.boundary * self._size + result.tail
+        prefix, end = request.prefix, result.tokens(self._size)
         tail = (prefix.inner[end],) if result.tail else ()
         hashes = [*prefix.hashes[request.floor : result.boundary], *tail]
         keys: list[Key] = []
