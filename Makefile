@@ -78,7 +78,7 @@ soak-events: venv  ## 1,000 prompts whose hits are foreseen from KV events; figu
 	$(BIN)/python -u -m tests.soak.kv_events --out docs/generated/events.json; status=$$?; \
 	$(BIN)/python -m tests.soak.report && exit $$status
 
-bench-reuse: venv  ## replay traces of prompts: twelve minutes; figures go to docs/generated/reuse.json
+bench-reuse: venv  ## replay traces of prompts: a quarter of an hour; figures go to docs/generated/reuse.json
 	$(BIN)/python -m benchmarks.reuse --out docs/generated/reuse.json
 
 bench: venv  ## times and bandwidths beside their limits, an hour, and then bench-serve; to docs/generated/performance.json

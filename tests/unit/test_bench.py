@@ -94,16 +94,30 @@ def test_usage_errors(words, told):
     assert result.exit_code == 2 and told in " ".join(result.output.replace("│", "").split())
 
 
-def test_a_server_that_does_not_start_is_one_line(monkeypatch, tmp_path):
+CAUSE = "ValueError: Available memory is less than desired; store redis://user:secret@cache"
+
+
+@pytest.mark.parametrize(
+    "log, told",
+    [
+        ([], None),
+        (["RuntimeError: Engine core initialization failed. See root cause above."], None),
+        ([CAUSE, "RuntimeError: Engine core initialization failed. See root cause above."], CAUSE),
+        (["ConfigError: set it to 384.", "SystemExit: 1"], "set it to 384."),
+    ],
+)
+def test_a_server_that_does_not_start_says_why(monkeypatch, tmp_path, log, told):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     script = tmp_path / "vllm.py"
-    script.write_text("import sys\nsys.exit(3)\n")
+    script.write_text(f"import sys\nprint(*{log!r}, sep='\\n', flush=True)\nsys.exit(3)\n")
     monkeypatch.setattr(server, "COMMAND", script)
     monkeypatch.setattr("lmcache_hybrid.tools.bench.run.CLIENT", "json.tool")
     result = CliRunner().invoke(app, ["bench", "some/model"])
     assert result.exit_code == 1
-    assert "vllm serve ended with exit code 3 before it served. The log is " in result.output
+    *reasons, last = [line for line in result.output.splitlines() if " s  " not in line]
+    assert last.startswith("vllm serve ended with exit code 3 before it served. The log is ")
+    assert reasons == ([told.replace("user:secret", "...")] if told else [])
     assert len(list(tmp_path.glob("*.log"))) == 1
 
 
@@ -124,8 +138,13 @@ def test_it_measures_the_users_own_stores_with_prompts_of_its_own(monkeypatch, t
 
     monkeypatch.setattr("lmcache_hybrid.tools.bench.run.measure", measure)
     words = ["--lmcache-config", str(file)] if given == "option" else []
+    out = tmp_path / "out.json"
     for _ in range(2):
-        assert CliRunner().invoke(app, ["bench", "some/model", *words]).exit_code == 0
+        asked = ["bench", "some/model", "--out", str(out), *words]
+        assert CliRunner().invoke(app, asked).exit_code == 0
+    written = json.loads(out.read_text())
+    assert [each["arm"] for each in written["rounds"]] == [ALONE, WITH]
+    assert written["date"] and all(written["versions"][name] for name in ("vllm", "lmcache"))
     (one, first), (other, second) = seen
     assert one != other
     assert (first == second == str(file)) == bool(given)

@@ -374,6 +374,7 @@ def test_the_list_for_scripts():
         (["Qwen3.6-27B", "--ram-rate", "0"], "Input should be greater than or equal to 0.001"),
         (["Qwen3.6-27B", "--shared", "64k"], "--shared 64000 is more than --context 32000"),
         (["no-such-model"], "neither a folder with a config.json nor a model of the table"),
+        (["Llama-3.1-8B"], "A model without recurrent layers needs no plan"),
         (["Qwen3-6-27B"], "did you mean Qwen3.6-27B?"),
         (["Qwen3-Next"], "did you mean Qwen3-Next-80B-A3B?"),
         (["qwen/qwen3.6"], "did you mean Qwen3.6-27B or Qwen3.6-35B-A3B?"),

@@ -186,9 +186,7 @@ class Engine:
         with self._log.open("rb") as file:
             file.seek(self._written)
             log = file.read().decode(errors="replace")
-        sentence = sentence_in(log)
-        cause = redacted(sentence or cause_in(log) or said)
-        return EngineError(cause, refused=sentence is not None)
+        return EngineError(reason_in(log) or said, refused=sentence_in(log) is not None)
 
 
 _ERROR = re.compile(r"(\w+(?:Error|Exception|Exit)): (.+)")
@@ -208,6 +206,12 @@ def cause_in(log: str) -> str | None:
         if "See root cause" not in text and "initialization failed" not in text
     ]
     return next(reversed(causes), None)
+
+
+def reason_in(log: str) -> str | None:
+    """Find why an engine ended in its log, without users and passwords."""
+    reason = sentence_in(log) or cause_in(log)
+    return None if reason is None else redacted(reason)
 
 
 def tail(log: Path, lines: int = LOG_LINES) -> str:

@@ -3,11 +3,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import date
 from typing import Any
 
 from rich.console import Console
 
+from lmcache_hybrid import __version__
 from lmcache_hybrid.tools.bench.run import ALONE, WITH, Load, Measured
+from lmcache_hybrid.upstream import versions
 
 # Columns of the longest bar.
 BAR = 24
@@ -52,8 +55,11 @@ def sentences(found: Sequence[Measured]) -> list[str]:
 def as_json(
     model: str, flags: Sequence[str], load: Load, found: Sequence[Measured]
 ) -> dict[str, Any]:
-    """Return all results."""
+    """Return all results, with day and versions."""
+    vllm, lmcache = versions.found()
     return {
+        "date": date.today().isoformat(),
+        "versions": {"lmcache-hybrid": __version__, "vllm": vllm, "lmcache": lmcache},
         "model": model,
         "flags": list(flags),
         "load": asdict(load),

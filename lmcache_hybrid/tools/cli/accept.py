@@ -46,8 +46,6 @@ def accept(
     from vLLM's own prefix cache and from each tier of LMCache, also after a
     restart if the tier survives it, and compares log-probabilities.
 
-    lmcache-hybrid accept MODEL --lmcache-config lmcache.yaml -- --max-model-len 32768
-
     Exit code 0: passed, 1: failed, 2: no verdict, 3: too much noise to tell.
     Each run has its own cache salt: it shares no records with other requests.
     Its records stay in the store until they are evicted.

@@ -50,8 +50,6 @@ def bench(
     vLLM's own cache is emptied, as other prompts do that need its room.
     It takes three starts of the server, and 5 to 15 minutes for the prompts.
 
-    lmcache-hybrid bench MODEL -- --max-model-len 32768
-
     Exit code 0: measured, 1: a server or a request failed.
     """
     check_model(model)
@@ -59,6 +57,7 @@ def bench(
         if path is not None and not path.exists():
             raise typer.BadParameter(f"{option} {str(path)!r} does not exist")
     need_host(EXIT_FAILED)
+    from lmcache_hybrid.tools.accept.engine import reason_in
     from lmcache_hybrid.tools.bench.report import as_json, print_table
     from lmcache_hybrid.tools.bench.run import Load, measure
     from lmcache_hybrid.tools.bench.server import ServerError
@@ -75,6 +74,10 @@ def bench(
             with progress(errors) as say:
                 found = list(measure(model, vllm_flags or [], load, environment, log, say))
         except (ServerError, KeyboardInterrupt) as error:
+            if isinstance(error, ServerError) and (
+                why := reason_in(log.read_text(errors="replace"))
+            ):
+                errors.print(why, style="red", soft_wrap=True, markup=False)
             errors.print(f"{error or 'Stopped'}. The log is {log}.", soft_wrap=True, markup=False)
             raise typer.Exit(EXIT_FAILED) from None
     if out is not None:

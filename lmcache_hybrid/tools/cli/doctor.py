@@ -51,10 +51,8 @@ def doctor(
 ) -> None:
     """Check installation, settings, stores and a model, each finding with its fix.
 
-    lmcache-hybrid doctor MODEL --lmcache-config lmcache.yaml -- --tensor-parallel-size 4
-
-    Run it in the engine's environment. Exit code 0 when nothing is wrong (warnings
-    included), 1 for errors, 2 for wrong arguments.
+    Run it in the engine's environment. Exit code 0 when nothing is wrong
+    (warnings included), 1 for errors, 2 for wrong arguments.
     """
     if model is not None:
         check_model(model)

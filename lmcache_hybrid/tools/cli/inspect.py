@@ -87,8 +87,8 @@ def verify_store(
 ) -> None:
     """Read every record and check it as an engine does.
 
-    Exit code 0: all records are good, 1: damaged or unreadable records are left, 2: there is no
-    record to check.
+    Exit code 0: all records are good, 1: damaged or unreadable records
+    are left, 2: there is no record to check.
     """
     digester = digester_of(key_file)
     results, left, found = [], 0, 0

@@ -369,9 +369,19 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
             )
     if made["one_store"]:
         _print_one_store(console, made)
+    _print_what_to_write(console, made, served)
+
+
+def _print_what_to_write(console: Console, made: dict[str, Any], served: str) -> None:
+    """Print the settings of the first backend."""
     first, *others = made["backends"]
-    also = f"; --backend {'|'.join(others)}: another" if others else ""
-    console.print(f"\n[bold]What to write[/] for {BACKENDS[first].title}{also}\n")
+    console.print(
+        f"\n[bold]What to write[/] for {made['workload']['prompts']:,} prompts (--prompts) in "
+        f"{BACKENDS[first].title}"
+    )
+    if others:
+        console.print(f"For another store: --backend {'|'.join(others)}")
+    console.print()
     print(as_typed(made["backends"][first]["write"], served))
 
 

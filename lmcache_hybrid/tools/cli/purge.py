@@ -128,8 +128,9 @@ def purge_store(
 ) -> None:
     """Delete the records that meet all conditions. Lists them and asks first.
 
-    Running engines then miss them. Exit code 2: nothing was deleted, because there is no
-    terminal and no --yes, or because other models may have the same name.
+    Running engines then miss them. Exit code 2: nothing was deleted, because
+    there is no terminal and no --yes, or because other models may have the
+    same name.
     """
     choice = _choice(
         model, tuple(fingerprint or ()), older_than, max_size, damaged, other_version, key_file

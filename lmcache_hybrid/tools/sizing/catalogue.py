@@ -56,7 +56,8 @@ def find_shape(model: str) -> tuple[str, ModelShape]:
             return known.name, known.shape
     raise ConfigError(
         f"MODEL={model!r} is neither a folder with a config.json nor a model of the table; "
-        f"{_meant(model)}download its config.json, or choose from `lmcache-hybrid plan --list`."
+        f"{_meant(model)}download its config.json, or choose from `lmcache-hybrid plan --list`. "
+        "A model without recurrent layers needs no plan: LMCache serves it by itself."
     )
 
 

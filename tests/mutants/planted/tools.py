@@ -357,6 +357,12 @@ DEFECTS = (
         "seed=0)",
     ),
     one(
+        "bench keeps the reason of a server that does not start to itself",
+        "lmcache_hybrid/tools/cli/bench.py",
+        "if isinstance(error, ServerError) and",
+        "if isinstance(error, KeyboardInterrupt) and",
+    ),
+    one(
         "bench asks a warm cache",
         "lmcache_hybrid/tools/bench/workload.py",
         'Round("the same prompts after others", first, forget=True)',
