@@ -1,69 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a test session leaves on the machine."""
 
-from tests.mutants.defect import one
+from tests.mutants.defect import each_of
 
-FILE = "tests/leftovers.py"
-
-DEFECTS = (
-    one(
-        "a session ends with its tests' processes still there",
-        FILE,
-        "        killed = _kill(folder, owner)\n",
-        "        killed = []\n",
-    ),
-    one(
-        "a killed session leaves processes",
-        FILE,
-        "    _kill(folder, owner)\n    remove",
-        "    remove",
-    ),
-    one(
-        "a fork of the session's own process outlives it",
-        FILE,
-        "            if target == folder or file.name",
-        "            if file.name",
-    ),
-    one(
-        "a server that overwrites its environment outlives the session",
-        FILE,
-        'file.name in ("1", "2") and target',
-        "False and target",
-    ),
-    one(
-        "who kills the session's group kills its guard",
-        FILE,
-        "            start_new_session=True,",
-        "            start_new_session=False,",
-    ),
-    one(
-        "shared memory outlives its users",
-        FILE,
-        "if not command or TRACKER in command or int",
-        "if not command or int",
-    ),
-    one(
-        "a folder that cannot be written stays",
-        FILE,
-        "                os.chmod(each, 0o700)",
-        "                os.chmod(each, 0o500)",
-    ),
-    one(
-        "the folder of a session stays",
-        FILE,
-        "    shutil.rmtree(folder, ignore_errors=True)\n",
-        "",
-    ),
-    one(
-        "LMCache's folder for Prometheus stays",
-        FILE,
-        "            os.rmdir(each)",
-        "            os.stat(each)",
-    ),
-    one(
-        "the guard cleans up after the session's end, and nobody waits for it",
-        FILE,
-        "            self._guard.communicate()\n",
-        "            pass\n",
-    ),
-)
+MISTAKES = {
+    "tests/leftovers.py": {
+        "a session ends with its tests' processes still there": (
+            "        killed = _kill(folder, owner)\n",
+            "        killed = []\n",
+        ),
+        "a killed session leaves processes": ("    _kill(folder, owner)\n    remove", "    remove"),
+        "a fork of the session's own process outlives it": (
+            "            if target == folder or file.name",
+            "            if file.name",
+        ),
+        "a server that overwrites its environment outlives the session": (
+            'file.name in ("1", "2") and target',
+            "False and target",
+        ),
+        "who kills the session's group kills its guard": (
+            "            start_new_session=True,",
+            "            start_new_session=False,",
+        ),
+        "shared memory outlives its users": (
+            "if not command or TRACKER in command or int",
+            "if not command or int",
+        ),
+        "a folder that cannot be written stays": (
+            "                os.chmod(each, 0o700)",
+            "                os.chmod(each, 0o500)",
+        ),
+        "the folder of a session stays": ("    shutil.rmtree(folder, ignore_errors=True)\n", ""),
+        "LMCache's folder for Prometheus stays": (
+            "            os.rmdir(each)",
+            "            os.stat(each)",
+        ),
+        "the guard cleans up after the session's end, and nobody waits for it": (
+            "            self._guard.communicate()\n",
+            "            pass\n",
+        ),
+    },
+}
+DEFECTS = each_of(MISTAKES)

@@ -1,675 +1,505 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether each configuration ends in hits, or in a sentence."""
 
-from tests.mutants.defect import Defect, one
+from tests.mutants.defect import each_of
 
-CONFIGURATION = "vllm_patch/configuration.py"
-OPTIONS = "lmcache_hybrid/config/lmcache_config.py"
-OWN = "lmcache_hybrid/config/own_options.py"
-VALUES = "lmcache_hybrid/config/values.py"
-ADDRESS = "lmcache_hybrid/storage/engine_address.py"
-REQUESTS = "lmcache_hybrid/scheduler/request_configs.py"
-
-DEFECTS: tuple[Defect, ...] = (
-    one(
-        "vLLM's own offloading replaces the connector without a word",
-        CONFIGURATION,
-        "    if asked and not is_ours(config):\n",
-        "    if False:\n",
-    ),
-    one(
-        "other users of vLLM's own offloading are refused",
-        CONFIGURATION,
-        "        asked = is_ours(self)\n",
-        "        asked = True\n",
-    ),
-    one(
-        "an option that does not fit is not called as the user wrote it",
-        OWN,
-        "    return {key: where for key, (where, _) in written(extra).items()}\n",
-        "    return {key: key for key in written(extra)}\n",
-    ),
-    one(
-        "a key file that cannot be used hides a limit without a folder",
-        "lmcache_hybrid/config/options.py",
-        "        wrong += error.args\n    try:\n        limits",
-        "        raise error\n    try:\n        limits",
-    ),
-    one(
-        "one limit without a folder hides the other",
-        "lmcache_hybrid/config/folders.py",
-        "                for key in limits\n",
-        "                for key in limits[:1]\n",
-    ),
-    one(
-        "a bad value hides a key file that cannot be used",
-        OPTIONS,
-        ", *_unusable_key(transfer_extra))\n",
-        ")\n",
-    ),
-    one(
-        "a disk too small for any hit is found out by a save",
-        "lmcache_hybrid/config/store_sizes.py",
-        "    if config.local_disk and 0 < ",
-        "    if config.local_disk and taken < ",
-    ),
-    one(
-        "a database of Redis that is no number is the first one",
-        "lmcache_hybrid/config/redis_credentials.py",
-        '        if parts.scheme != "unix" and parts.path.strip("/") and "db" not in read:\n',
-        "        if False and read:\n",
-    ),
-    one(
-        "a Redis that refuses records is not named",
-        "lmcache_hybrid/storage/remote/redis.py",
-        "        self._url, self._shown = url, printable(without_password(url))\n",
-        '        self._url, self._shown = url, "Redis"\n',
-    ),
-    one(
-        "connectors that are no list end in vLLM's traceback",
-        CONFIGURATION,
-        "        if is_list and all(isinstance(each, dict) for each in children):\n",
-        "        if True:\n",
-    ),
-    one(
-        "a MultiConnector without connectors ends in vLLM's words on another thing",
-        CONFIGURATION,
-        '    if name == "MultiConnector" and not _children(transfer):\n',
-        "    if False:\n",
-    ),
-    one(
-        "a folder too long for sockets ends in a traceback",
-        CONFIGURATION,
-        "    if taken > most:\n",
-        "    if False:\n",
-    ),
-    one(
-        "a connector that runs ours inside it is found by its own children only",
-        CONFIGURATION,
-        "            or _names_ours((each.get",
-        "            or False and _names_ours((each.get",
-    ),
-    one(
-        "another class of the connector's name runs",
-        CONFIGURATION,
-        "    if name == CONNECTOR and path and path != MODULE:\n",
-        "    if False:\n",
-    ),
-    one(
-        "a switched off hybrid manager ends after the weights are loaded",
-        CONFIGURATION,
-        "    if config.scheduler_config.disable_hybrid_kv_cache_manager is True",
-        "    if False",
-    ),
-    one(
-        "a second model of a process gets the first one's settings",
-        OPTIONS,
-        "        config = copy.deepcopy(lmcache_get_or_create_config())\n",
-        "        config = lmcache_get_or_create_config()\n",
-    ),
-    one(
-        "only the first refused option is told",
-        OPTIONS,
-        "        raise ConfigError(*refused)\n    _settle",
-        "        raise ConfigError(refused[0])\n    _settle",
-    ),
-    one(
-        "what LMCache asserts ends the start without a word",
-        OPTIONS,
-        "    except (AssertionError, ValueError) as error:\n        # LMCache may fail first",
-        "    except ZeroDivisionError as error:\n        # LMCache may fail first",
-    ),
-    one(
-        "values of the connector's extra config are not looked at",
-        OPTIONS,
-        "[*_problems({**written, **extra}, bool(own)),",
-        "[*_problems(written, bool(own)),",
-    ),
-    one(
-        "a remote store without a serde never opens",
-        OPTIONS,
-        " and config.remote_serde is None:\n",
-        " and False:\n",
-    ),
-    one(
-        "an unknown eviction policy never opens",
-        OPTIONS,
-        "    yield partial(_check_policy, config)\n",
-        "",
-    ),
-    one(
-        "a location that is no backend stores nothing",
-        OPTIONS,
-        "    yield partial(_check_locations, config)\n",
-        "",
-    ),
-    one(
-        "nobody learns that no prompt is long enough",
-        "lmcache_hybrid/config/no_hits.py",
-        "    if longest <= unit:\n",
-        "    if False:\n",
-    ),
-    one(
-        "yes counts as false",
-        VALUES,
-        "        said = isinstance(value, bool) or text in _TRUE or",
-        "        said = True or",
-    ),
-    one(
-        "the number to write for a size with a unit is that of bytes",
-        VALUES,
-        "else 1000) ** power / (1 << 30)",
-        "else 1000) ** power",
-    ),
-    one(
-        "the environment does not win over the file",
-        VALUES,
-        "        if variable not in environment:\n",
-        "        if variable not in environment or option in found:\n",
-    ),
-    one(
-        "an empty variable by which nothing changes ends the start",
-        VALUES,
-        "        if value or _changes(",
-        "        if True or _changes(",
-    ),
-    one(
-        "an empty variable switches off what the file has on",
-        VALUES,
-        "        return _is_on(before)\n",
-        "        return False\n",
-    ),
-    one(
-        "a number that LMCache cannot read passes for whole",
-        VALUES,
-        "        if kind is float or _is_whole(value):\n",
-        "        if kind is float or number.is_integer():\n",
-    ),
-    one(
-        "a file that is no YAML shows its words",
-        "lmcache_hybrid/config/lmcache_file.py",
-        'correct it.") from None\n',
-        'correct it {error}.") from None\n',
-    ),
-    one(
-        "a location that is not asked ends the start",
-        OPTIONS,
-        "and not any(n in backends for n in config.retrieve_locations):\n",
-        "and not all(n in backends for n in config.retrieve_locations):\n",
-    ),
-    one(
-        "a file system without locks turns LMCache off",
-        ADDRESS,
-        "        except OSError:  # a file system without locks\n",
-        "        except ZeroDivisionError:  # a file system without locks\n",
-    ),
-    one(
-        "a child of the user's script closes the engine's stores",
-        "lmcache_hybrid/core/threads.py",
-        "        if os.getpid() == process:\n",
-        "        if True:\n",
-    ),
-    one(
-        "doctor reads a request for help out of vLLM's short flags",
-        "lmcache_hybrid/tools/cli/terminal.py",
-        ', "help_option_names": ["--help"]}',
-        "}",
-    ),
-    one(
-        "the commands do not see folders of a plugin",
-        "lmcache_hybrid/tools/stored/opening.py",
-        "            stores += found[1] if found else [place.url]\n",
-        "            stores += [] if found else [place.url]\n",
-    ),
-    one(
-        "an engine takes the lookups of another one with its engine_id",
-        ADDRESS,
-        "            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
-        "            pass\n",
-    ),
-    one(
-        "a request that must not read stores states again",
-        "lmcache_hybrid/scheduler/load_planner.py",
-        "last if tracker.request.skip_reading_prefix_cache else floor",
-        "floor",
-    ),
-    one(
-        "states that are missing behind those found are not stored by who must not read",
-        "lmcache_hybrid/scheduler/tracker.py",
-        "        self.states.update(boundary * plan.block_size for boundary in result.states)\n",
-        "        self.states.update(range(plan.block_size, 1 << 20, plan.block_size))\n",
-    ),
-    one(
-        "states that are missing before those found are not stored",
-        "lmcache_hybrid/scheduler/tracker.py",
-        "            self.states.add(result.tokens(plan.block_size))\n",
-        "            self.states.update(range(result.end[0] * plan.block_size + 1))\n",
-    ),
-    one(
-        "a hit that is too short to load is stored again",
-        "lmcache_hybrid/scheduler/load_planner.py",
-        "floor + (least - 1) // size",
-        "0",
-    ),
-    one(
-        "windows that were found are stored again",
-        "lmcache_hybrid/scheduler/tracker.py",
-        "        for window in plan.windows:\n            first = window.first(floor",
-        "        for window in ():\n            first = window.first(floor",
-    ),
-    one(
-        "who must not read gives up a lookup that is late, and stores all again",
-        "lmcache_hybrid/scheduler/lookups.py",
-        "            tracker.ask_in_background(lookup)\n",
-        "            if nothing:\n                tracker.ask_in_background(lookup)\n",
-    ),
-    one(
-        "who must not read and ends before its lookup stores nothing",
-        "lmcache_hybrid/scheduler/scheduler.py",
-        "computed >= request.num_prompt_tokens:\n",
-        "computed > request.num_tokens:\n",
-    ),
-    one(
-        "a drop that can never be done is begun",
-        "lmcache_hybrid/scheduler/drops.py",
-        "            self._refuse(drop, NEVER_WAITS)\n            return False\n",
-        "            pass\n",
-    ),
-    one(
-        "who has waited believes a leader that does not know yet what it stores",
-        "lmcache_hybrid/scheduler/shared_prefills.py",
-        "leader.saving and leader.background is None\n",
-        "leader.saving\n",
-    ),
-    one(
-        "who must not read claims what it does not load",
-        "lmcache_hybrid/scheduler/load_planner.py",
-        "        claims=not request.skip_reading_prefix_cache,\n",
-        "",
-    ),
-    one(
-        "who must not read is never stored where the ranks name its adapter late",
-        "lmcache_hybrid/scheduler/scheduler.py",
-        "(tracker.saving or tracker.background is not None)",
-        "tracker.saving",
-    ),
-    one(
-        "what must not be read is loaded",
-        "lmcache_hybrid/scheduler/lookups.py",
-        "        if unread or (nothing and",
-        "        if (nothing and",
-    ),
-    one(
-        "an empty remote_url turns LMCache off without a word",
-        VALUES,
-        '        if no_number or (value == "" and definition["type"] is not bool):\n',
-        "        if False:\n",
-    ),
-    one(
-        "another engine's KV cache takes the place of the one that is served",
-        "lmcache_hybrid/connector.py",
-        "        if self._registered:\n",
-        "        if False:\n",
-    ),
-    one(
-        "a request that says false as a string is not stored",
-        REQUESTS,
-        "    return _SWITCH.get(known) if isinstance(known, (int, str)) else None\n",
-        "    return bool(known)\n",
-    ),
-    one(
-        "a request is stored that does not say whether it may be",
-        REQUESTS,
-        "                _shown(value),\n            )\n        return True\n",
-        "                _shown(value),\n            )\n        return False\n",
-    ),
-    one(
-        "true and 1 are one tag",
-        REQUESTS,
-        "        if type(value) is int:\n",
-        "        if isinstance(value, int):\n",
-    ),
-    one(
-        "a request whose tag is none shares with those that have no tags",
-        REQUESTS,
-        "                    tags = None\n",
-        "                    pass\n",
-    ),
-    one(
-        "each wrong name of a client is in the log",
-        REQUESTS,
-        "        if name in warned or len(warned) > MOST_NAMES:\n",
-        "        if name in warned:\n",
-    ),
-    one(
-        "a misspelt setting of a request is ignored without a word",
-        REQUESTS,
-        '            elif self._is_first("unknown", name):\n',
-        "            elif False:\n",
-    ),
-    one(
-        "a setting of LMCache's other connector is ignored without a word",
-        REQUESTS,
-        '                if self._is_first("unserved", name):\n',
-        "                if False:\n",
-    ),
-    one(
-        "ranks beside another connector seem to store nothing",
-        "lmcache_hybrid/metrics.py",
-        "isinstance(each, HybridStats)), {})",
-        "isinstance(each, HybridStats) and not each.data), {})",
-    ),
-    one(
-        "the start-up line gives each rank the whole of a folder",
-        "lmcache_hybrid/config/tiers.py",
-        "taken * ranks if tier.shared else taken",
-        "taken",
-    ),
-    one(
-        "an engine gives back the address that another one holds",
-        ADDRESS,
-        "        if _lies_at(path, held):\n            os.unlink",
-        "        if True:\n            os.unlink",
-    ),
-    one(
-        "an address without a socket is held for ever",
-        "lmcache_hybrid/storage/rpc.py",
-        "                engine_address.release(self._path, self._address)\n"
-        "                raise\n",
-        "                raise\n",
-    ),
-    one(
-        "minutes are read as millions",
-        VALUES,
-        "fullmatch(str(value)) if unit in (GIGABYTES, TOKENS) else None\n",
-        "fullmatch(str(value))\n",
-    ),
-    one(
-        "values that another place overrides are refused",
-        OPTIONS,
-        "for option, value in written.items() if option not in extra}\n",
-        "for option, value in written.items()}\n",
-    ),
-    one(
-        "an extra_config that is no table ends in an error of LMCache's",
-        VALUES,
-        '        if option != "extra_config" or isinstance(read, dict | None):\n',
-        "        if True:\n",
-    ),
-    one(
-        "an empty variable takes a store out of the file without a word",
-        OPTIONS,
-        '        logger.warning("%s", sentence)\n    try:\n        with _knowing',
-        "        pass\n    try:\n        with _knowing",
-    ),
-    one(
-        "a password in the wrong option is shown",
-        "lmcache_hybrid/config/redis_credentials.py",
-        'return re.sub(r"//[^\\s\'\\"]*@", "//", repr(value))\n',
-        "return repr(value)\n",
-    ),
-    one(
-        "what is stored is looked for elsewhere, without a word",
-        "lmcache_hybrid/config/no_hits.py",
-        "    if written and read and written not in read:\n",
-        "    if False:\n",
-    ),
-    one(
-        "options without their prefix are ignored without a word",
-        VALUES,
-        "        if option in definitions:\n            yield key, option\n",
-        "        if False:\n            yield key, option\n",
-    ),
-    one(
-        "what else is refused beside a malformed value is told at the second start",
-        "lmcache_hybrid/config/check.py",
-        "    wrong = list(dict.fromkeys((*told, *beside(wrong, left))))\n",
-        "    wrong = list(told or wrong)\n",
-    ),
-    one(
-        "a default that stands for a malformed value is refused, too",
-        "lmcache_hybrid/config/check.py",
-        ' if not any(f" {name}=" in each for name in left)]',
-        "]",
-    ),
-    one(
-        "a store that cannot be read counts as one that is not named",
-        "lmcache_hybrid/config/check.py",
-        '    if any(name in left for name in (*STORES, "extra_config")):\n',
-        "    if False:\n",
-    ),
-    one(
-        "an option without its prefix counts as not written",
-        "lmcache_hybrid/config/check.py",
-        "    left = {option for _, option in unprefixed(extra)}\n",
-        "    left: set[str] = set()\n",
-    ),
-    one(
-        "the doctor tells what else is refused at its second run",
-        "lmcache_hybrid/tools/doctor/options.py",
-        "        yield from _beside_others(context)\n",
-        "",
-    ),
-    one(
-        "a bad option of ours hides what another one does not fit",
-        "lmcache_hybrid/config/options.py",
-        "    own, names = sound_own_options(extra), names_of(extra)\n",
-        "    own, names = read_own_options(extra), names_of(extra)\n",
-    ),
-    one(
-        "a size of a disk that is not named is no word worth",
-        "lmcache_hybrid/config/no_hits.py",
-        "    if not config.local_disk and (config",
-        "    if False and (config",
-    ),
-    one(
-        "an engine without /proc does not start",
-        OPTIONS,
-        "    except (OSError, KeyError):  # no file descriptor",
-        "    except KeyError:  # no file descriptor",
-    ),
-    one(
-        "a consumer's RAM stays empty without a word",
-        "lmcache_hybrid/config/no_hits.py",
-        '    elif role == "kv_consumer" and not lasting:\n',
-        "    elif False:\n",
-    ),
-    one(
-        "a pool larger than the machine ends without a store",
-        OPTIONS,
-        "    if ranks * taken > whole:\n",
-        "    if False:\n",
-    ),
-    one(
-        "the pool of one rank alone must fit the machine",
-        OPTIONS,
-        "    if ranks * taken > whole:",
-        "    if taken > whole:",
-    ),
-    one(
-        "what a container may use is not looked at",
-        "lmcache_hybrid/config/container.py",
-        "                found.append(float(text))\n",
-        "                pass\n",
-    ),
-    one(
-        "a misspelt variable of LMCache's is ignored without a word",
-        VALUES,
-        "            near = difflib.get_close_matches(meant, known, 1, 0.86)\n",
-        "            near = []\n",
-    ),
-    one(
-        "a folder is called ~",
-        VALUES,
-        '    if option == "local_disk" and _EXPANDED.search(str(value)):\n',
-        "    if False:\n",
-    ),
-    one(
-        "options of ours in LMCache's file are not read",
-        OWN,
-        "    for name, value in in_file.items():\n        if is_own(",
-        "    for name, value in ():\n        if is_own(",
-    ),
-    one(
-        "options of ours in LMCache's extra_config are not read",
-        OWN,
-        "        for name, value in table.items():\n            if is_own(",
-        "        for name, value in ():\n            if is_own(",
-    ),
-    one(
-        "variables of our options are not read",
-        OWN,
-        "        value = _unquoted(environment.get(option.variable))\n",
-        "        value = None\n",
-    ),
-    one(
-        "a misspelt variable of ours does nothing without a word",
-        OWN,
-        "        if name.upper().startswith(VARIABLES) and",
-        "        if False and",
-    ),
-    one(
-        "a switch of the environment is on whatever it says",
-        OWN,
-        "    known = _SWITCH.get(str(value).strip().lower())",
-        "    known = bool(value)",
-    ),
-    one(
-        "LMCache warns of our options in its file",
-        OPTIONS,
-        "    theirs.addFilter(is_not_ours)\n",
-        "",
-    ),
-    one(
-        "LMCache's warning of an unknown option is lost with ours",
-        OPTIONS,
-        "        return not (isinstance(unknown, tuple) and own_options.is_own(str(unknown[0])))\n",
-        "        return not isinstance(unknown, tuple)\n",
-    ),
-    one(
-        "options are refused only after the weights are loaded",
-        "vllm_patch/loaders.py",
-        "    if model_config is vllm_config.model_config:\n        _check_settings(vllm_config)\n",
-        "",
-    ),
-    one(
-        "options of a model that is not hybrid are refused",
-        "vllm_patch/loaders.py",
-        "    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:\n",
-        "    if False:\n",
-    ),
-    one(
-        "options beside other connectors are refused only after the weights are loaded",
-        "vllm_patch/loaders.py",
-        "    if transfer.kv_connector != CONNECTOR:  # it reads",
-        "    if transfer.kv_connector != CONNECTOR:\n        return\n    if False:  # it reads",
-    ),
-    one(
-        "the user is blamed for what LMCache sets",
-        OPTIONS,
-        "        config.save_unfull_chunk = False\n",
-        "        pass\n",
-    ),
-    one(
-        "what is wrong beside a bad value is told at the next start",
-        OPTIONS,
-        "        yield from _refused(as_lmcache_reads(sound))\n",
-        "        pass\n",
-    ),
-    one(
-        "an empty variable for the key file leaves records unsealed",
-        OWN,
-        "        if value or (value is not None and key == KEY_FILE_KEY):\n",
-        "        if value:\n",
-    ),
-    one(
-        "an empty key file in LMCache's file leaves records unsealed",
-        OWN,
-        '        if is_own(name.removeprefix("extra_config.")):\n',
-        "        if False:\n",
-    ),
-    one(
-        "warnings of the configuration come twice",
-        "lmcache_hybrid/config/check.py",
-        "load_lmcache_config(vllm_config, quiet=True)",
-        "load_lmcache_config(vllm_config)",
-    ),
-    one(
-        "a quoted extra_config of the environment hides our options",
-        OWN,
-        "        read = json.loads(_unquoted(value)) if",
-        "        read = json.loads(value) if",
-    ),
-    one(
-        "our options in another spelling are not used, without a word",
-        OWN,
-        "    for key, value in options.items():\n        if key ==",
-        "    for key, value in ():\n        if key ==",
-    ),
-    one(
-        "what this package notes of others is taken from the user",
-        CONFIGURATION,
-        "        if BESIDE_KEY in transfer.kv_connector_extra_config:\n",
-        "        if False:\n",
-    ),
-    one(
-        "of two spellings of an option one wins without a word",
-        OWN,
-        "        if is_own(name) and name != _key(name) and",
-        "        if False and name != _key(name) and",
-    ),
-    one(
-        "null beside an option hides the same one farther away",
-        OWN,
-        "        if value is not None and (key in OWN_OPTIONS",
-        "        if (key in OWN_OPTIONS",
-    ),
-    one(
-        "options of ours on a MultiConnector itself are not used, without a word",
-        CONFIGURATION,
-        "    if beside := [key for key in transfer.kv_connector_extra_config if",
-        "    if beside := [key for key in () if",
-    ),
-    one(
-        "a file of options that may not be read is called malformed",
-        "lmcache_hybrid/config/lmcache_file.py",
-        "    except OSError as error:\n",
-        "    except ArithmeticError as error:\n",
-    ),
-    one(
-        "the doctor says nothing of options that do nothing",
-        "lmcache_hybrid/tools/doctor/options.py",
-        '        for sentence in said:\n            yield warning("options", sentence)\n',
-        "",
-    ),
-    one(
-        "hits that are never long enough are no word worth",
-        "lmcache_hybrid/config/no_hits.py",
-        "    if unit and config.min_retrieve_tokens >= longest:\n",
-        "    if False:\n",
-    ),
-    one(
-        "a priority limit that stores few requests is no word worth",
-        "lmcache_hybrid/config/no_hits.py",
-        "    if config.priority_limit is not None and config.priority_limit < 0:\n",
-        "    if False:\n",
-    ),
-    one(
-        "a mistake of ours hides an option that is refused",
-        OPTIONS,
-        "    if others or len(sound) < len(values):\n",
-        "    if len(sound) < len(values):\n",
-    ),
-    one(
-        "a key in place of its file is shown",
-        "lmcache_hybrid/core/digests.py",
-        "        if not is_path(path):",
-        "        if False:",
-    ),
-    one(
-        "a password in place of its file is shown",
-        "lmcache_hybrid/config/redis_credentials.py",
-        " if is_path(path) else ",
-        " if True else ",
-    ),
-)
+MISTAKES = {
+    "vllm_patch/configuration.py": {
+        "vLLM's own offloading replaces the connector without a word": (
+            "    if asked and not is_ours(config):\n",
+            "    if False:\n",
+        ),
+        "other users of vLLM's own offloading are refused": (
+            "        asked = is_ours(self)\n",
+            "        asked = True\n",
+        ),
+        "connectors that are no list end in vLLM's traceback": (
+            "        if is_list and all(isinstance(each, dict) for each in children):\n",
+            "        if True:\n",
+        ),
+        "a MultiConnector without connectors ends in vLLM's words on another thing": (
+            '    if name == "MultiConnector" and not _children(transfer):\n',
+            "    if False:\n",
+        ),
+        "a folder too long for sockets ends in a traceback": (
+            "    if taken > most:\n",
+            "    if False:\n",
+        ),
+        "a connector that runs ours inside it is found by its own children only": (
+            "            or _names_ours((each.get",
+            "            or False and _names_ours((each.get",
+        ),
+        "another class of the connector's name runs": (
+            "    if name == CONNECTOR and path and path != MODULE:\n",
+            "    if False:\n",
+        ),
+        "a switched off hybrid manager ends after the weights are loaded": (
+            "    if config.scheduler_config.disable_hybrid_kv_cache_manager is True",
+            "    if False",
+        ),
+        "what this package notes of others is taken from the user": (
+            "        if BESIDE_KEY in transfer.kv_connector_extra_config:\n",
+            "        if False:\n",
+        ),
+        "options of ours on a MultiConnector itself are not used, without a word": (
+            "    if beside := [key for key in transfer.kv_connector_extra_config if",
+            "    if beside := [key for key in () if",
+        ),
+    },
+    "lmcache_hybrid/config/own_options.py": {
+        "an option that does not fit is not called as the user wrote it": (
+            "    return {key: where for key, (where, _) in written(extra).items()}\n",
+            "    return {key: key for key in written(extra)}\n",
+        ),
+        "options of ours in LMCache's file are not read": (
+            "    for name, value in in_file.items():\n        if is_own(",
+            "    for name, value in ():\n        if is_own(",
+        ),
+        "options of ours in LMCache's extra_config are not read": (
+            "        for name, value in table.items():\n            if is_own(",
+            "        for name, value in ():\n            if is_own(",
+        ),
+        "variables of our options are not read": (
+            "        value = _unquoted(environment.get(option.variable))\n",
+            "        value = None\n",
+        ),
+        "a misspelt variable of ours does nothing without a word": (
+            "        if name.upper().startswith(VARIABLES) and",
+            "        if False and",
+        ),
+        "a switch of the environment is on whatever it says": (
+            "    known = _SWITCH.get(str(value).strip().lower())",
+            "    known = bool(value)",
+        ),
+        "an empty variable for the key file leaves records unsealed": (
+            "        if value or (value is not None and key == KEY_FILE_KEY):\n",
+            "        if value:\n",
+        ),
+        "an empty key file in LMCache's file leaves records unsealed": (
+            '        if is_own(name.removeprefix("extra_config.")):\n',
+            "        if False:\n",
+        ),
+        "a quoted extra_config of the environment hides our options": (
+            "        read = json.loads(_unquoted(value)) if",
+            "        read = json.loads(value) if",
+        ),
+        "our options in another spelling are not used, without a word": (
+            "    for key, value in options.items():\n        if key ==",
+            "    for key, value in ():\n        if key ==",
+        ),
+        "of two spellings of an option one wins without a word": (
+            "        if is_own(name) and name != _key(name) and",
+            "        if False and name != _key(name) and",
+        ),
+        "null beside an option hides the same one farther away": (
+            "        if value is not None and (key in OWN_OPTIONS",
+            "        if (key in OWN_OPTIONS",
+        ),
+    },
+    "lmcache_hybrid/config/options.py": {
+        "a key file that cannot be used hides a limit without a folder": (
+            "        wrong += error.args\n    try:\n        limits",
+            "        raise error\n    try:\n        limits",
+        ),
+        "a bad option of ours hides what another one does not fit": (
+            "    own, names = sound_own_options(extra), names_of(extra)\n",
+            "    own, names = read_own_options(extra), names_of(extra)\n",
+        ),
+    },
+    "lmcache_hybrid/config/folders.py": {
+        "one limit without a folder hides the other": (
+            "                for key in limits\n",
+            "                for key in limits[:1]\n",
+        ),
+    },
+    "lmcache_hybrid/config/lmcache_config.py": {
+        "a bad value hides a key file that cannot be used": (
+            ", *_unusable_key(transfer_extra))\n",
+            ")\n",
+        ),
+        "a second model of a process gets the first one's settings": (
+            "        config = copy.deepcopy(lmcache_get_or_create_config())\n",
+            "        config = lmcache_get_or_create_config()\n",
+        ),
+        "only the first refused option is told": (
+            "        raise ConfigError(*refused)\n    _settle",
+            "        raise ConfigError(refused[0])\n    _settle",
+        ),
+        "what LMCache asserts ends the start without a word": (
+            "    except (AssertionError, ValueError) as error:\n        # LMCache may fail first",
+            "    except ZeroDivisionError as error:\n        # LMCache may fail first",
+        ),
+        "values of the connector's extra config are not looked at": (
+            "[*_problems({**written, **extra}, bool(own)),",
+            "[*_problems(written, bool(own)),",
+        ),
+        "a remote store without a serde never opens": (
+            " and config.remote_serde is None:\n",
+            " and False:\n",
+        ),
+        "an unknown eviction policy never opens": (
+            "    yield partial(_check_policy, config)\n",
+            "",
+        ),
+        "a location that is no backend stores nothing": (
+            "    yield partial(_check_locations, config)\n",
+            "",
+        ),
+        "a location that is not asked ends the start": (
+            "and not any(n in backends for n in config.retrieve_locations):\n",
+            "and not all(n in backends for n in config.retrieve_locations):\n",
+        ),
+        "values that another place overrides are refused": (
+            "for option, value in written.items() if option not in extra}\n",
+            "for option, value in written.items()}\n",
+        ),
+        "an empty variable takes a store out of the file without a word": (
+            '        logger.warning("%s", sentence)\n    try:\n        with _knowing',
+            "        pass\n    try:\n        with _knowing",
+        ),
+        "an engine without /proc does not start": (
+            "    except (OSError, KeyError):  # no file descriptor",
+            "    except KeyError:  # no file descriptor",
+        ),
+        "a pool larger than the machine ends without a store": (
+            "    if ranks * taken > whole:\n",
+            "    if False:\n",
+        ),
+        "the pool of one rank alone must fit the machine": (
+            "    if ranks * taken > whole:",
+            "    if taken > whole:",
+        ),
+        "LMCache warns of our options in its file": ("    theirs.addFilter(is_not_ours)\n", ""),
+        "LMCache's warning of an unknown option is lost with ours": (
+            "        return not (isinstance(unknown, tuple) and "
+            "own_options.is_own(str(unknown[0])))\n",
+            "        return not isinstance(unknown, tuple)\n",
+        ),
+        "the user is blamed for what LMCache sets": (
+            "        config.save_unfull_chunk = False\n",
+            "        pass\n",
+        ),
+        "what is wrong beside a bad value is told at the next start": (
+            "        yield from _refused(as_lmcache_reads(sound))\n",
+            "        pass\n",
+        ),
+        "a mistake of ours hides an option that is refused": (
+            "    if others or len(sound) < len(values):\n",
+            "    if len(sound) < len(values):\n",
+        ),
+    },
+    "lmcache_hybrid/config/store_sizes.py": {
+        "a disk too small for any hit is found out by a save": (
+            "    if config.local_disk and 0 < ",
+            "    if config.local_disk and taken < ",
+        ),
+    },
+    "lmcache_hybrid/config/redis_credentials.py": {
+        "a database of Redis that is no number is the first one": (
+            '        if parts.scheme != "unix" and parts.path.strip("/") and "db" not in read:\n',
+            "        if False and read:\n",
+        ),
+        "a password in the wrong option is shown": (
+            'return re.sub(r"//[^\\s\'\\"]*@", "//", repr(value))\n',
+            "return repr(value)\n",
+        ),
+        "a password in place of its file is shown": (" if is_path(path) else ", " if True else "),
+    },
+    "lmcache_hybrid/storage/remote/redis.py": {
+        "a Redis that refuses records is not named": (
+            "        self._url, self._shown = url, printable(without_password(url))\n",
+            '        self._url, self._shown = url, "Redis"\n',
+        ),
+    },
+    "lmcache_hybrid/config/no_hits.py": {
+        "nobody learns that no prompt is long enough": (
+            "    if longest <= unit:\n",
+            "    if False:\n",
+        ),
+        "what is stored is looked for elsewhere, without a word": (
+            "    if written and read and written not in read:\n",
+            "    if False:\n",
+        ),
+        "a size of a disk that is not named is no word worth": (
+            "    if not config.local_disk and (config",
+            "    if False and (config",
+        ),
+        "a consumer's RAM stays empty without a word": (
+            '    elif role == "kv_consumer" and not lasting:\n',
+            "    elif False:\n",
+        ),
+        "hits that are never long enough are no word worth": (
+            "    if unit and config.min_retrieve_tokens >= longest:\n",
+            "    if False:\n",
+        ),
+        "a priority limit that stores few requests is no word worth": (
+            "    if config.priority_limit is not None and config.priority_limit < 0:\n",
+            "    if False:\n",
+        ),
+    },
+    "lmcache_hybrid/config/values.py": {
+        "yes counts as false": (
+            "        said = isinstance(value, bool) or text in _TRUE or",
+            "        said = True or",
+        ),
+        "the number to write for a size with a unit is that of bytes": (
+            "else 1000) ** power / (1 << 30)",
+            "else 1000) ** power",
+        ),
+        "the environment does not win over the file": (
+            "        if variable not in environment:\n",
+            "        if variable not in environment or option in found:\n",
+        ),
+        "an empty variable by which nothing changes ends the start": (
+            "        if value or _changes(",
+            "        if True or _changes(",
+        ),
+        "an empty variable switches off what the file has on": (
+            "        return _is_on(before)\n",
+            "        return False\n",
+        ),
+        "a number that LMCache cannot read passes for whole": (
+            "        if kind is float or _is_whole(value):\n",
+            "        if kind is float or number.is_integer():\n",
+        ),
+        "an empty remote_url turns LMCache off without a word": (
+            '        if no_number or (value == "" and definition["type"] is not bool):\n',
+            "        if False:\n",
+        ),
+        "minutes are read as millions": (
+            "fullmatch(str(value)) if unit in (GIGABYTES, TOKENS) else None\n",
+            "fullmatch(str(value))\n",
+        ),
+        "an extra_config that is no table ends in an error of LMCache's": (
+            '        if option != "extra_config" or isinstance(read, dict | None):\n',
+            "        if True:\n",
+        ),
+        "options without their prefix are ignored without a word": (
+            "        if option in definitions:\n            yield key, option\n",
+            "        if False:\n            yield key, option\n",
+        ),
+        "a misspelt variable of LMCache's is ignored without a word": (
+            "            near = difflib.get_close_matches(meant, known, 1, 0.86)\n",
+            "            near = []\n",
+        ),
+        "a folder is called ~": (
+            '    if option == "local_disk" and _EXPANDED.search(str(value)):\n',
+            "    if False:\n",
+        ),
+    },
+    "lmcache_hybrid/config/lmcache_file.py": {
+        "a file that is no YAML shows its words": (
+            'correct it.") from None\n',
+            'correct it {error}.") from None\n',
+        ),
+        "a file of options that may not be read is called malformed": (
+            "    except OSError as error:\n",
+            "    except ArithmeticError as error:\n",
+        ),
+    },
+    "lmcache_hybrid/storage/engine_address.py": {
+        "a file system without locks turns LMCache off": (
+            "        except OSError:  # a file system without locks\n",
+            "        except ZeroDivisionError:  # a file system without locks\n",
+        ),
+        "an engine takes the lookups of another one with its engine_id": (
+            "            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+            "            pass\n",
+        ),
+        "an engine gives back the address that another one holds": (
+            "        if _lies_at(path, held):\n            os.unlink",
+            "        if True:\n            os.unlink",
+        ),
+    },
+    "lmcache_hybrid/core/threads.py": {
+        "a child of the user's script closes the engine's stores": (
+            "        if os.getpid() == process:\n",
+            "        if True:\n",
+        ),
+    },
+    "lmcache_hybrid/tools/cli/terminal.py": {
+        "doctor reads a request for help out of vLLM's short flags": (
+            ', "help_option_names": ["--help"]}',
+            "}",
+        ),
+    },
+    "lmcache_hybrid/tools/stored/opening.py": {
+        "the commands do not see folders of a plugin": (
+            "            stores += found[1] if found else [place.url]\n",
+            "            stores += [] if found else [place.url]\n",
+        ),
+    },
+    "lmcache_hybrid/scheduler/load_planner.py": {
+        "a request that must not read stores states again": (
+            "last if tracker.request.skip_reading_prefix_cache else floor",
+            "floor",
+        ),
+        "a hit that is too short to load is stored again": ("floor + (least - 1) // size", "0"),
+        "who must not read claims what it does not load": (
+            "        claims=not request.skip_reading_prefix_cache,\n",
+            "",
+        ),
+    },
+    "lmcache_hybrid/scheduler/tracker.py": {
+        "states that are missing behind those found are not stored by who must not read": (
+            "        self.states.update(boundary * plan.block_size for boundary in "
+            "result.states)\n",
+            "        self.states.update(range(plan.block_size, 1 << 20, plan.block_size))\n",
+        ),
+        "states that are missing before those found are not stored": (
+            "            self.states.add(result.tokens(plan.block_size))\n",
+            "            self.states.update(range(result.end[0] * plan.block_size + 1))\n",
+        ),
+        "windows that were found are stored again": (
+            "        for window in plan.windows:\n            first = window.first(floor",
+            "        for window in ():\n            first = window.first(floor",
+        ),
+    },
+    "lmcache_hybrid/scheduler/lookups.py": {
+        "who must not read gives up a lookup that is late, and stores all again": (
+            "            tracker.ask_in_background(lookup)\n",
+            "            if nothing:\n                tracker.ask_in_background(lookup)\n",
+        ),
+        "what must not be read is loaded": (
+            "        if unread or (nothing and",
+            "        if (nothing and",
+        ),
+    },
+    "lmcache_hybrid/scheduler/scheduler.py": {
+        "who must not read and ends before its lookup stores nothing": (
+            "computed >= request.num_prompt_tokens:\n",
+            "computed > request.num_tokens:\n",
+        ),
+        "who must not read is never stored where the ranks name its adapter late": (
+            "(tracker.saving or tracker.background is not None)",
+            "tracker.saving",
+        ),
+    },
+    "lmcache_hybrid/scheduler/drops.py": {
+        "a drop that can never be done is begun": (
+            "            self._refuse(drop, NEVER_WAITS)\n            return False\n",
+            "            pass\n",
+        ),
+    },
+    "lmcache_hybrid/scheduler/shared_prefills.py": {
+        "who has waited believes a leader that does not know yet what it stores": (
+            "leader.saving and leader.background is None\n",
+            "leader.saving\n",
+        ),
+    },
+    "lmcache_hybrid/connector.py": {
+        "another engine's KV cache takes the place of the one that is served": (
+            "        if self._registered:\n",
+            "        if False:\n",
+        ),
+    },
+    "lmcache_hybrid/scheduler/request_configs.py": {
+        "a request that says false as a string is not stored": (
+            "    return _SWITCH.get(known) if isinstance(known, (int, str)) else None\n",
+            "    return bool(known)\n",
+        ),
+        "a request is stored that does not say whether it may be": (
+            "                _shown(value),\n            )\n        return True\n",
+            "                _shown(value),\n            )\n        return False\n",
+        ),
+        "true and 1 are one tag": (
+            "        if type(value) is int:\n",
+            "        if isinstance(value, int):\n",
+        ),
+        "a request whose tag is none shares with those that have no tags": (
+            "                    tags = None\n",
+            "                    pass\n",
+        ),
+        "each wrong name of a client is in the log": (
+            "        if name in warned or len(warned) > MOST_NAMES:\n",
+            "        if name in warned:\n",
+        ),
+        "a misspelt setting of a request is ignored without a word": (
+            '            elif self._is_first("unknown", name):\n',
+            "            elif False:\n",
+        ),
+        "a setting of LMCache's other connector is ignored without a word": (
+            '                if self._is_first("unserved", name):\n',
+            "                if False:\n",
+        ),
+    },
+    "lmcache_hybrid/metrics.py": {
+        "ranks beside another connector seem to store nothing": (
+            "isinstance(each, HybridStats)), {})",
+            "isinstance(each, HybridStats) and not each.data), {})",
+        ),
+    },
+    "lmcache_hybrid/config/tiers.py": {
+        "the start-up line gives each rank the whole of a folder": (
+            "taken * ranks if tier.shared else taken",
+            "taken",
+        ),
+    },
+    "lmcache_hybrid/storage/rpc.py": {
+        "an address without a socket is held for ever": (
+            "                engine_address.release(self._path, self._address)\n"
+            "                raise\n",
+            "                raise\n",
+        ),
+    },
+    "lmcache_hybrid/config/check.py": {
+        "what else is refused beside a malformed value is told at the second start": (
+            "    wrong = list(dict.fromkeys((*told, *beside(wrong, left))))\n",
+            "    wrong = list(told or wrong)\n",
+        ),
+        "a default that stands for a malformed value is refused, too": (
+            ' if not any(f" {name}=" in each for name in left)]',
+            "]",
+        ),
+        "a store that cannot be read counts as one that is not named": (
+            '    if any(name in left for name in (*STORES, "extra_config")):\n',
+            "    if False:\n",
+        ),
+        "an option without its prefix counts as not written": (
+            "    left = {option for _, option in unprefixed(extra)}\n",
+            "    left: set[str] = set()\n",
+        ),
+        "warnings of the configuration come twice": (
+            "load_lmcache_config(vllm_config, quiet=True)",
+            "load_lmcache_config(vllm_config)",
+        ),
+    },
+    "lmcache_hybrid/tools/doctor/options.py": {
+        "the doctor tells what else is refused at its second run": (
+            "        yield from _beside_others(context)\n",
+            "",
+        ),
+        "the doctor says nothing of options that do nothing": (
+            '        for sentence in said:\n            yield warning("options", sentence)\n',
+            "",
+        ),
+    },
+    "lmcache_hybrid/config/container.py": {
+        "what a container may use is not looked at": (
+            "                found.append(float(text))\n",
+            "                pass\n",
+        ),
+    },
+    "vllm_patch/loaders.py": {
+        "options are refused only after the weights are loaded": (
+            "    if model_config is vllm_config.model_config:\n"
+            "        _check_settings(vllm_config)\n",
+            "",
+        ),
+        "options of a model that is not hybrid are refused": (
+            "    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:\n",
+            "    if False:\n",
+        ),
+        "options beside other connectors are refused only after the weights are loaded": (
+            "    if transfer.kv_connector != CONNECTOR:  # it reads",
+            "    if transfer.kv_connector != CONNECTOR:\n        return\n    if False:  # it reads",
+        ),
+    },
+    "lmcache_hybrid/core/digests.py": {
+        "a key in place of its file is shown": (
+            "        if not is_path(path):",
+            "        if False:",
+        ),
+    },
+}
+DEFECTS = each_of(MISTAKES)

@@ -1,503 +1,372 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory to read into, and remote stores."""
 
-from tests.mutants.defect import one
+from tests.mutants.defect import each_of
 
-STAGING = "lmcache_hybrid/storage/read_reservation.py"
-STORE = "lmcache_hybrid/storage/lmcache_store.py"
-ARC = "lmcache_hybrid/storage/eviction_order.py"
-MAKE_CONNECTOR = "lmcache_hybrid/storage/remote/make_connector.py"
-REMOTE = "lmcache_hybrid/storage/tiers/remote.py"
-REDIS = "lmcache_hybrid/storage/remote/redis.py"
-SERVERS = "lmcache_hybrid/storage/remote/servers.py"
-SOCKETS = "lmcache_hybrid/storage/remote/sockets.py"
-
-DEFECTS = (
-    one(
-        "a store that LMCache's health monitor has switched off stays off",
-        "lmcache_hybrid/storage/remote/record_connector.py",
-        "self.meta_shapes, self.meta_dtypes = [record_shape(CHECKED_BYTES)], [torch.uint8]",
-        "self.meta_shapes = [record_shape(CHECKED_BYTES)]",
-    ),
-    one(
-        "a backend that LMCache has wrapped is opened as any other",
-        "lmcache_hybrid/storage/tiers/__init__.py",
-        "isinstance(backend, served)), None)",
-        "isinstance(backend, served)), RemoteTier)",
-    ),
-    one(
-        "what LMCache's health check writes stays in the store",
-        REMOTE,
-        "        self._remove_what_checks_leave()\n",
-        "",
-    ),
-    one(
-        "a connector to Redis that cannot start all threads leaves some",
-        REDIS,
-        "            stack.callback(self._readers.shutdown)\n",
-        "",
-    ),
-    one(
-        "a folder without a name is the working directory",
-        "lmcache_hybrid/config/stores/base.py",
-        "    if not all(folders):\n",
-        "    if not any(folders):\n",
-    ),
-    one(
-        "nobody checks the folder of a plugin",
-        "lmcache_hybrid/config/lmcache_config.py",
-        "    for option, folders in shared_folders(config):\n",
-        "    for option, folders in shared_folders(config)[:1 if config.remote_url else 0]:\n",
-    ),
-    one(
-        "spaces around a folder are part of its name",
-        "lmcache_hybrid/config/stores/base.py",
-        'tuple(part.strip() for part in value.split(","))',
-        'tuple(value.split(","))',
-    ),
-    one(
-        "a silent cluster is waited for as long as all of its nodes are silent",
-        SERVERS,
-        "            return asking.result(self._seconds)\n",
-        "            return asking.result()\n",
-    ),
-    one(
-        "each caller asks the nodes of a cluster that is silent",
-        SERVERS,
-        "            if self._asking is None or self._asking.done():\n",
-        "            if self._asking is None or self._asking:\n",
-    ),
-    one(
-        "a cluster that answers after the end stays connected",
-        SERVERS,
-        "        client.close()  # while the nodes were asked\n",
-        "",
-    ),
-    one(
-        "the name of a model is cut by characters",
-        "lmcache_hybrid/storage/key_names.py",
-        "[:MODEL_NAME_BYTES].decode",
-        ".decode",
-    ),
-    one(
-        "room to read into is given back before it is read into",
-        STAGING,
-        "                self._room += held\n",
-        "                _free(held)\n",
-    ),
-    one(
-        "room that a read did not use stays set aside",
-        STAGING,
-        "                _free(spare)\n",
-        "                self._room += spare\n",
-    ),
-    one(
-        "a record that there was no memory for is thrown away",
-        STORE,
-        "        if self._reservation.refused != refused and len(read) < len(keys):\n",
-        "        if self._reservation.refused < refused and len(read) < len(keys):\n",
-    ),
-    one(
-        "prompts that come once push out what was hit",
-        ARC,
-        "older = chain(islice(self._once, over), self._main)",
-        "older = chain(self._main, self._once)",
-    ),
-    one(
-        "the newest prompt is evicted before it can be asked again",
-        ARC,
-        "newest_last = (key for key in older if key not in self._newest)",
-        "newest_last = older",
-    ),
-    one(
-        "a chunk's end outlives the pages of all prompts",
-        ARC,
-        "                self._once.move_to_end(key, last=False)\n",
-        "",
-    ),
-    one(
-        "a prefix that two requests computed counts as seen once",
-        ARC,
-        " or self._once.get(key, owner) != owner]",
-        "]",
-    ),
-    one(
-        "a request that stores twice counts as two",
-        ARC,
-        "self._once.get(key, owner) != owner]",
-        "key in self._once]",
-    ),
-    one(
-        "what is stored again after its eviction counts as new",
-        ARC,
-        "        self._main[key] = again\n",
-        "        self._main[key] = False\n",
-    ),
-    one(
-        "new turns of a conversation count as seen once",
-        ARC,
-        "for key in keys if len(known) >= KNOWN * len(keys) else known:",
-        "for key in known:",
-    ),
-    one(
-        "new prompts never get more room",
-        ARC,
-        "            self._share += max(1.0, main / once)\n",
-        "",
-    ),
-    one(
-        "new prompts never give room back",
-        ARC,
-        "            self._share -= max(1.0, once / main)\n",
-        "",
-    ),
-    one(
-        "an eviction policy that somebody chose is replaced",
-        ARC,
-        " and not chosen else policy",
-        " else policy",
-    ),
-    one(
-        "an eviction policy of extra config is taken for a default",
-        "lmcache_hybrid/config/lmcache_config.py",
-        '        getattr(config, "_user_set_keys", set()).add(field)\n',
-        "",
-    ),
-    one(
-        "a record that the eviction policy was not told of stays for ever",
-        ARC,
-        "chain(newest_last, self._once, self._main, cache_dict)",
-        "chain(newest_last, self._once, self._main)",
-    ),
-    one(
-        "evictions in vain are as frequent after an hour",
-        "lmcache_hybrid/core/backoff.py",
-        "self._next, self.until = 2 * seconds, ",
-        "self._next, self.until = seconds, ",
-    ),
-    one(
-        "with python -O the null block is stored",
-        "lmcache_hybrid/worker/pages.py",
-        '            raise ValueError(f"block {block} of {self.num_blocks} cannot be copied")\n',
-        "            assert not __debug__\n",
-    ),
-    one(
-        "with python -O a record is sealed with digests of another",
-        "lmcache_hybrid/storage/record_format.py",
-        "    if len(record) != HEADER_BYTES + length + len(digests):\n",
-        "    if len(record) < HEADER_BYTES + length:\n",
-    ),
-    one(
-        "a read that raises keeps the buffers of those beside it",
-        "lmcache_hybrid/storage/remote/reader.py",
-        "pool.submit(tried, key)",
-        "pool.submit(here.copy().run, read, key)",
-    ),
-    one(
-        "threads of reads outlive their engine",
-        "lmcache_hybrid/worker/worker.py",
-        "        self.store.close()\n",
-        "",
-    ),
-    one(
-        "of ranks that make a folder at once one is refused",
-        "lmcache_hybrid/config/folders.py",
-        "        with contextlib.suppress(FileExistsError):\n",
-        "        with contextlib.suppress(FileNotFoundError):\n",
-    ),
-    one(
-        "a folder of another user is taken",
-        "lmcache_hybrid/config/folders.py",
-        "        if status.st_uid != trusted:\n",
-        "        if False:\n",
-    ),
-    one(
-        "values are read on the core that vLLM computes on",
-        REDIS,
-        "        unbound = anywhere(cores())\n",
-        "        unbound = None\n",
-    ),
-    one(
-        "LMCache's own connector serves Redis",
-        MAKE_CONNECTOR,
-        "    if place is None:\n",
-        "    if place:\n",
-    ),
-    one(
-        "what replaces LMCache's own does not say when it can go",
-        MAKE_CONNECTOR,
-        "    Remove when: ``ConnectorManager`` asks",
-        "    Later ``ConnectorManager`` may ask",
-    ),
-    one(
-        "what repairs no bug says that it does",
-        MAKE_CONNECTOR,
-        "    No bug: LMCache's ``ConnectorManager``",
-        "    Bug: LMCache's ``ConnectorManager``",
-    ),
-    one(
-        "damaged records stay in Redis",
-        REMOTE,
-        "        self._connector.delete(key, REMOVAL_SECONDS)\n",
-        "        pass\n",
-    ),
-    one(
-        "values are copied on their way to Redis",
-        REDIS,
-        "_encoded(name), value, deadline)",
-        "_encoded(name), memoryview(bytes(value)), deadline)",
-    ),
-    one(
-        "a cancelled read from Redis loses its memory",
-        REDIS,
-        "            job.add_done_callback(_release)\n",
-        "",
-    ),
-    one(
-        "memory is given back while it is sent",
-        REDIS,
-        "        memory.ref_count_up()\n",
-        "        memory.ref_count_up()\n        memory.ref_count_down()\n",
-    ),
-    one(
-        "failed writes to Redis are not counted",
-        REDIS,
-        "                self.failed(1)\n",
-        "                pass\n",
-    ),
-    one(
-        "a scheme that LMCache does not know is taken for one that it does",
-        "lmcache_hybrid/config/stores/__init__.py",
-        "    if scheme not in BY_SCHEME:\n",
-        "    if scheme.lower() not in BY_SCHEME:\n",
-    ),
-    one(
-        "a URL without slashes is shown with its password",
-        "lmcache_hybrid/config/redis_credentials.py",
-        '        return url.rpartition("@")[2]\n',
-        "        return url\n",
-    ),
-    one(
-        "a shutdown waits for a silent cluster",
-        SERVERS,
-        "        self._asker.shutdown(wait=False, cancel_futures=True)\n",
-        "        self._asker.shutdown(wait=True, cancel_futures=True)\n",
-    ),
-    one(
-        "a cluster is connected to after the shutdown",
-        SERVERS,
-        "            self._closed = True\n            servers, client",
-        "            servers, client",
-    ),
-    one(
-        "a thread to Redis is started when there is work for it",
-        REDIS,
-        '            self._writers = started(WRITERS, "hybrid-redis-write", unbound)\n',
-        "            from concurrent.futures import ThreadPoolExecutor as lazy\n\n"
-        '            self._writers = lazy(WRITERS, "hybrid-redis-write", unbound)\n',
-    ),
-    one(
-        "a Redis is given up after a hundred connections",
-        SERVERS,
-        "    return pool.connection_class(**pool.connection_kwargs)\n",
-        "    return pool.make_connection()\n",
-    ),
-    one(
-        "what was read before a reset is kept under a name of after it",
-        STORE,
-        "        if read and claim.made > self._cleared:",
-        "        if read:",
-    ),
-    one(
-        "writes wait for a silent Redis one after the other",
-        REDIS,
-        "        if self._silent >= asked:\n",
-        "        if self._silent > time.monotonic():\n",
-    ),
-    one(
-        "a write that Redis refused fails those behind it",
-        REDIS,
-        "begun >= SILENT_SECONDS:",
-        "begun >= 0:",
-    ),
-    one(
-        "queued writes are dropped at shutdown",
-        REDIS,
-        "timeout=FLUSH_SECONDS)",
-        "timeout=0)",
-    ),
-    one(
-        "a connection that the server closed fails the read that finds it",
-        REDIS,
-        "        except TRY_AGAIN as failure:\n            error = failure\n        with",
-        "        except ZeroDivisionError as failure:\n            error = failure\n        with",
-    ),
-    one(
-        "a lookup is not asked again on a new connection",
-        REDIS,
-        "        except TRY_AGAIN as failure:\n            error = failure\n        if",
-        "        except ZeroDivisionError as failure:\n            error = failure\n        if",
-    ),
-    one(
-        "a node is not told that it was asked on purpose",
-        REDIS,
-        "            if type(error) is AskError:\n",
-        "            if not error:\n",
-    ),
-    one(
-        "a lookup takes a moving slot for an empty one",
-        REDIS,
-        "self._exists_at(each, name, deadline) if type(each) is AskError else _is_one(each)",
-        "False if type(each) is AskError else _is_one(each)",
-    ),
-    one(
-        "slots that have moved are looked for where they were",
-        SERVERS,
-        "                client.nodes_manager.initialize()\n",
-        "                pass\n",
-    ),
-    one(
-        "a connection in the middle of a value is used for the next one",
-        SERVERS,
-        "            connection.disconnect()\n            if",
-        "            self._idle.append(connection)\n            if",
-    ),
-    one(
-        "connections that the server closed, too, are kept",
-        SERVERS,
-        "                self._forget()\n            raise\n",
-        "                pass\n            raise\n",
-    ),
-    one(
-        "a shutdown waits for a silent Redis",
-        SERVERS,
-        "                connection._sock.shutdown(socket.SHUT_RDWR)\n",
-        "                pass\n",
-    ),
-    one(
-        "each piece of a value has the whole timeout",
-        SOCKETS,
-        "    left = deadline - time.monotonic()\n",
-        "    left = 1.0\n",
-    ),
-    one(
-        "replies that nobody asked for are left for the next question",
-        SOCKETS,
-        "    if len(found) != count:\n",
-        "    if len(found) < count:\n",
-    ),
-    one(
-        "what RAM and disk held already is not counted as saved again",
-        "lmcache_hybrid/storage/lmcache_store.py",
-        "            self._count_held(keys, memories, location)\n",
-        "",
-    ),
-    one(
-        "what a backend did not hold counts as saved again",
-        "lmcache_hybrid/storage/lmcache_store.py",
-        "for memory, is_held in held if is_held)",
-        "for memory, is_held in held)",
-    ),
-    one(
-        "what Redis held already is not counted as saved again",
-        "lmcache_hybrid/storage/remote/redis.py",
-        '            return held == [b"1"]\n',
-        "            return False\n",
-    ),
-    one(
-        "a Redis that may not be asked takes no record",
-        "lmcache_hybrid/storage/remote/redis.py",
-        "            _checked(answer)\n            return",
-        "            [_checked(each) for each in (*held, answer)]\n            return",
-    ),
-    one(
-        "what a folder held already is not counted as saved again",
-        "lmcache_hybrid/storage/folder/record_io.py",
-        "    return replaces\n",
-        "    return False\n",
-    ),
-    one(
-        "what a server in protected mode says is lost",
-        "lmcache_hybrid/storage/remote/redis_failures.py",
-        '    if words.startswith("DENIED"):\n',
-        "    if False:\n",
-    ),
-    one(
-        "TLS to a server without it only times out",
-        "lmcache_hybrid/storage/remote/redis_failures.py",
-        '    tls = scheme == "rediss" or (',
-        "    tls = False and (",
-    ),
-    one(
-        "a node of a cluster is taken for a server of its own without a word",
-        "lmcache_hybrid/storage/remote/redis_failures.py",
-        "    if isinstance(error, MovedError) and",
-        "    if False and",
-    ),
-    one(
-        "who asks for a password does not say where to write it",
-        "lmcache_hybrid/storage/remote/redis_failures.py",
-        '    if words.startswith(_NO_LOGIN):\n        return f"it',
-        '    if False:\n        return f"it',
-    ),
-    one(
-        "a primary behind sentinels is not asked why it cannot be used",
-        "lmcache_hybrid/storage/remote/redis_failures.py",
-        "    place = masters[service]",
-        '    return ""\n    place = masters[service]',
-    ),
-    one(
-        "sentinels that lack the primary's password are not told of",
-        "lmcache_hybrid/storage/remote/redis_failures.py",
-        " and isinstance(error, MasterNotFoundError):",
-        " and False:",
-    ),
-    one(
-        "a sentinel that asks for a password is not told of",
-        "lmcache_hybrid/storage/remote/redis_failures.py",
-        '    if words.startswith(("DENIED", *_NO_LOGIN)):\n',
-        "    if False:\n",
-    ),
-    one(
-        "a service that sentinels do not know is not told of",
-        "lmcache_hybrid/storage/remote/redis_failures.py",
-        "    if not masters:\n",
-        "    if service not in masters:\n",
-    ),
-    one(
-        "a store that does not open leaves LMCache's event loop behind",
-        "lmcache_hybrid/storage/open_store.py",
-        "                loop.call_soon_threadsafe(loop.stop)\n            thread.join(",
-        "                loop.is_running()\n            abs(",
-    ),
-    one(
-        "the end of an engine logs a traceback for each write that it cuts off",
-        "lmcache_hybrid/storage/remote/record_connector.py",
-        "    end.add_done_callback(lambda end: end.cancelled() or end.exception())\n",
-        "",
-    ),
-    one(
-        "the end of an engine destroys calls that still wait for Redis",
-        "lmcache_hybrid/storage/remote/redis.py",
-        "            await asyncio.wait(self._calls, timeout=END_SECONDS)\n",
-        "            pass\n",
-    ),
-    one(
-        "a Redis that refuses every record says nothing",
-        "lmcache_hybrid/storage/remote/redis.py",
-        "            self._say_refused(error, redis_failures.cause_of_failure(self._url, error))\n",
-        "",
-    ),
-    one(
-        "each record that Redis refuses is a line of the log",
-        "lmcache_hybrid/storage/remote/redis.py",
-        "            self._refusals.add(kind)\n",
-        "",
-    ),
-    one(
-        "each failed lookup asks Redis why",
-        "lmcache_hybrid/storage/remote/redis.py",
-        "            if self._closed or now < self._asks_cause_at:\n",
-        "            if self._closed:\n",
-    ),
-)
+MISTAKES = {
+    "lmcache_hybrid/storage/remote/record_connector.py": {
+        "a store that LMCache's health monitor has switched off stays off": (
+            "self.meta_shapes, self.meta_dtypes = [record_shape(CHECKED_BYTES)], [torch.uint8]",
+            "self.meta_shapes = [record_shape(CHECKED_BYTES)]",
+        ),
+        "the end of an engine logs a traceback for each write that it cuts off": (
+            "    end.add_done_callback(lambda end: end.cancelled() or end.exception())\n",
+            "",
+        ),
+    },
+    "lmcache_hybrid/storage/tiers/__init__.py": {
+        "a backend that LMCache has wrapped is opened as any other": (
+            "isinstance(backend, served)), None)",
+            "isinstance(backend, served)), RemoteTier)",
+        ),
+    },
+    "lmcache_hybrid/storage/tiers/remote.py": {
+        "what LMCache's health check writes stays in the store": (
+            "        self._remove_what_checks_leave()\n",
+            "",
+        ),
+        "damaged records stay in Redis": (
+            "        self._connector.delete(key, REMOVAL_SECONDS)\n",
+            "        pass\n",
+        ),
+    },
+    "lmcache_hybrid/storage/remote/redis.py": {
+        "a connector to Redis that cannot start all threads leaves some": (
+            "            stack.callback(self._readers.shutdown)\n",
+            "",
+        ),
+        "values are read on the core that vLLM computes on": (
+            "        unbound = anywhere(cores())\n",
+            "        unbound = None\n",
+        ),
+        "values are copied on their way to Redis": (
+            "_encoded(name), value, deadline)",
+            "_encoded(name), memoryview(bytes(value)), deadline)",
+        ),
+        "a cancelled read from Redis loses its memory": (
+            "            job.add_done_callback(_release)\n",
+            "",
+        ),
+        "memory is given back while it is sent": (
+            "        memory.ref_count_up()\n",
+            "        memory.ref_count_up()\n        memory.ref_count_down()\n",
+        ),
+        "failed writes to Redis are not counted": (
+            "                self.failed(1)\n",
+            "                pass\n",
+        ),
+        "a thread to Redis is started when there is work for it": (
+            '            self._writers = started(WRITERS, "hybrid-redis-write", unbound)\n',
+            "            from concurrent.futures import ThreadPoolExecutor as lazy\n\n"
+            '            self._writers = lazy(WRITERS, "hybrid-redis-write", unbound)\n',
+        ),
+        "writes wait for a silent Redis one after the other": (
+            "        if self._silent >= asked:\n",
+            "        if self._silent > time.monotonic():\n",
+        ),
+        "a write that Redis refused fails those behind it": (
+            "begun >= SILENT_SECONDS:",
+            "begun >= 0:",
+        ),
+        "queued writes are dropped at shutdown": ("timeout=FLUSH_SECONDS)", "timeout=0)"),
+        "a connection that the server closed fails the read that finds it": (
+            "        except TRY_AGAIN as failure:\n            error = failure\n        with",
+            "        except ZeroDivisionError as failure:\n            error = failure\n"
+            "        with",
+        ),
+        "a lookup is not asked again on a new connection": (
+            "        except TRY_AGAIN as failure:\n            error = failure\n        if",
+            "        except ZeroDivisionError as failure:\n            error = failure\n        if",
+        ),
+        "a node is not told that it was asked on purpose": (
+            "            if type(error) is AskError:\n",
+            "            if not error:\n",
+        ),
+        "a lookup takes a moving slot for an empty one": (
+            "self._exists_at(each, name, deadline) if type(each) is AskError else _is_one(each)",
+            "False if type(each) is AskError else _is_one(each)",
+        ),
+        "what Redis held already is not counted as saved again": (
+            '            return held == [b"1"]\n',
+            "            return False\n",
+        ),
+        "a Redis that may not be asked takes no record": (
+            "            _checked(answer)\n            return",
+            "            [_checked(each) for each in (*held, answer)]\n            return",
+        ),
+        "the end of an engine destroys calls that still wait for Redis": (
+            "            await asyncio.wait(self._calls, timeout=END_SECONDS)\n",
+            "            pass\n",
+        ),
+        "a Redis that refuses every record says nothing": (
+            "            self._say_refused(error, redis_failures.cause_of_failure(self._url, "
+            "error))\n",
+            "",
+        ),
+        "each record that Redis refuses is a line of the log": (
+            "            self._refusals.add(kind)\n",
+            "",
+        ),
+        "each failed lookup asks Redis why": (
+            "            if self._closed or now < self._asks_cause_at:\n",
+            "            if self._closed:\n",
+        ),
+    },
+    "lmcache_hybrid/config/stores/base.py": {
+        "a folder without a name is the working directory": (
+            "    if not all(folders):\n",
+            "    if not any(folders):\n",
+        ),
+        "spaces around a folder are part of its name": (
+            'tuple(part.strip() for part in value.split(","))',
+            'tuple(value.split(","))',
+        ),
+    },
+    "lmcache_hybrid/config/lmcache_config.py": {
+        "nobody checks the folder of a plugin": (
+            "    for option, folders in shared_folders(config):\n",
+            "    for option, folders in shared_folders(config)[:1 if config.remote_url else 0]:\n",
+        ),
+        "an eviction policy of extra config is taken for a default": (
+            '        getattr(config, "_user_set_keys", set()).add(field)\n',
+            "",
+        ),
+    },
+    "lmcache_hybrid/storage/remote/servers.py": {
+        "a silent cluster is waited for as long as all of its nodes are silent": (
+            "            return asking.result(self._seconds)\n",
+            "            return asking.result()\n",
+        ),
+        "each caller asks the nodes of a cluster that is silent": (
+            "            if self._asking is None or self._asking.done():\n",
+            "            if self._asking is None or self._asking:\n",
+        ),
+        "a cluster that answers after the end stays connected": (
+            "        client.close()  # while the nodes were asked\n",
+            "",
+        ),
+        "a shutdown waits for a silent cluster": (
+            "        self._asker.shutdown(wait=False, cancel_futures=True)\n",
+            "        self._asker.shutdown(wait=True, cancel_futures=True)\n",
+        ),
+        "a cluster is connected to after the shutdown": (
+            "            self._closed = True\n            servers, client",
+            "            servers, client",
+        ),
+        "a Redis is given up after a hundred connections": (
+            "    return pool.connection_class(**pool.connection_kwargs)\n",
+            "    return pool.make_connection()\n",
+        ),
+        "slots that have moved are looked for where they were": (
+            "                client.nodes_manager.initialize()\n",
+            "                pass\n",
+        ),
+        "a connection in the middle of a value is used for the next one": (
+            "            connection.disconnect()\n            if",
+            "            self._idle.append(connection)\n            if",
+        ),
+        "connections that the server closed, too, are kept": (
+            "                self._forget()\n            raise\n",
+            "                pass\n            raise\n",
+        ),
+        "a shutdown waits for a silent Redis": (
+            "                connection._sock.shutdown(socket.SHUT_RDWR)\n",
+            "                pass\n",
+        ),
+    },
+    "lmcache_hybrid/storage/key_names.py": {
+        "the name of a model is cut by characters": ("[:MODEL_NAME_BYTES].decode", ".decode"),
+    },
+    "lmcache_hybrid/storage/read_reservation.py": {
+        "room to read into is given back before it is read into": (
+            "                self._room += held\n",
+            "                _free(held)\n",
+        ),
+        "room that a read did not use stays set aside": (
+            "                _free(spare)\n",
+            "                self._room += spare\n",
+        ),
+    },
+    "lmcache_hybrid/storage/lmcache_store.py": {
+        "a record that there was no memory for is thrown away": (
+            "        if self._reservation.refused != refused and len(read) < len(keys):\n",
+            "        if self._reservation.refused < refused and len(read) < len(keys):\n",
+        ),
+        "what was read before a reset is kept under a name of after it": (
+            "        if read and claim.made > self._cleared:",
+            "        if read:",
+        ),
+        "what RAM and disk held already is not counted as saved again": (
+            "            self._count_held(keys, memories, location)\n",
+            "",
+        ),
+        "what a backend did not hold counts as saved again": (
+            "for memory, is_held in held if is_held)",
+            "for memory, is_held in held)",
+        ),
+    },
+    "lmcache_hybrid/storage/eviction_order.py": {
+        "prompts that come once push out what was hit": (
+            "older = chain(islice(self._once, over), self._main)",
+            "older = chain(self._main, self._once)",
+        ),
+        "the newest prompt is evicted before it can be asked again": (
+            "newest_last = (key for key in older if key not in self._newest)",
+            "newest_last = older",
+        ),
+        "a chunk's end outlives the pages of all prompts": (
+            "                self._once.move_to_end(key, last=False)\n",
+            "",
+        ),
+        "a prefix that two requests computed counts as seen once": (
+            " or self._once.get(key, owner) != owner]",
+            "]",
+        ),
+        "a request that stores twice counts as two": (
+            "self._once.get(key, owner) != owner]",
+            "key in self._once]",
+        ),
+        "what is stored again after its eviction counts as new": (
+            "        self._main[key] = again\n",
+            "        self._main[key] = False\n",
+        ),
+        "new turns of a conversation count as seen once": (
+            "for key in keys if len(known) >= KNOWN * len(keys) else known:",
+            "for key in known:",
+        ),
+        "new prompts never get more room": (
+            "            self._share += max(1.0, main / once)\n",
+            "",
+        ),
+        "new prompts never give room back": (
+            "            self._share -= max(1.0, once / main)\n",
+            "",
+        ),
+        "an eviction policy that somebody chose is replaced": (
+            " and not chosen else policy",
+            " else policy",
+        ),
+        "a record that the eviction policy was not told of stays for ever": (
+            "chain(newest_last, self._once, self._main, cache_dict)",
+            "chain(newest_last, self._once, self._main)",
+        ),
+    },
+    "lmcache_hybrid/core/backoff.py": {
+        "evictions in vain are as frequent after an hour": (
+            "self._next, self.until = 2 * seconds, ",
+            "self._next, self.until = seconds, ",
+        ),
+    },
+    "lmcache_hybrid/worker/pages.py": {
+        "with python -O the null block is stored": (
+            '            raise ValueError(f"block {block} of {self.num_blocks} cannot be '
+            'copied")\n',
+            "            assert not __debug__\n",
+        ),
+    },
+    "lmcache_hybrid/storage/record_format.py": {
+        "with python -O a record is sealed with digests of another": (
+            "    if len(record) != HEADER_BYTES + length + len(digests):\n",
+            "    if len(record) < HEADER_BYTES + length:\n",
+        ),
+    },
+    "lmcache_hybrid/storage/remote/reader.py": {
+        "a read that raises keeps the buffers of those beside it": (
+            "pool.submit(tried, key)",
+            "pool.submit(here.copy().run, read, key)",
+        ),
+    },
+    "lmcache_hybrid/worker/worker.py": {
+        "threads of reads outlive their engine": ("        self.store.close()\n", ""),
+    },
+    "lmcache_hybrid/config/folders.py": {
+        "of ranks that make a folder at once one is refused": (
+            "        with contextlib.suppress(FileExistsError):\n",
+            "        with contextlib.suppress(FileNotFoundError):\n",
+        ),
+        "a folder of another user is taken": (
+            "        if status.st_uid != trusted:\n",
+            "        if False:\n",
+        ),
+    },
+    "lmcache_hybrid/storage/remote/make_connector.py": {
+        "LMCache's own connector serves Redis": ("    if place is None:\n", "    if place:\n"),
+        "what replaces LMCache's own does not say when it can go": (
+            "    Remove when: ``ConnectorManager`` asks",
+            "    Later ``ConnectorManager`` may ask",
+        ),
+        "what repairs no bug says that it does": (
+            "    No bug: LMCache's ``ConnectorManager``",
+            "    Bug: LMCache's ``ConnectorManager``",
+        ),
+    },
+    "lmcache_hybrid/config/stores/__init__.py": {
+        "a scheme that LMCache does not know is taken for one that it does": (
+            "    if scheme not in BY_SCHEME:\n",
+            "    if scheme.lower() not in BY_SCHEME:\n",
+        ),
+    },
+    "lmcache_hybrid/config/redis_credentials.py": {
+        "a URL without slashes is shown with its password": (
+            '        return url.rpartition("@")[2]\n',
+            "        return url\n",
+        ),
+    },
+    "lmcache_hybrid/storage/remote/sockets.py": {
+        "each piece of a value has the whole timeout": (
+            "    left = deadline - time.monotonic()\n",
+            "    left = 1.0\n",
+        ),
+        "replies that nobody asked for are left for the next question": (
+            "    if len(found) != count:\n",
+            "    if len(found) < count:\n",
+        ),
+    },
+    "lmcache_hybrid/storage/folder/record_io.py": {
+        "what a folder held already is not counted as saved again": (
+            "    return replaces\n",
+            "    return False\n",
+        ),
+    },
+    "lmcache_hybrid/storage/remote/redis_failures.py": {
+        "what a server in protected mode says is lost": (
+            '    if words.startswith("DENIED"):\n',
+            "    if False:\n",
+        ),
+        "TLS to a server without it only times out": (
+            '    tls = scheme == "rediss" or (',
+            "    tls = False and (",
+        ),
+        "a node of a cluster is taken for a server of its own without a word": (
+            "    if isinstance(error, MovedError) and",
+            "    if False and",
+        ),
+        "who asks for a password does not say where to write it": (
+            '    if words.startswith(_NO_LOGIN):\n        return f"it',
+            '    if False:\n        return f"it',
+        ),
+        "a primary behind sentinels is not asked why it cannot be used": (
+            "    place = masters[service]",
+            '    return ""\n    place = masters[service]',
+        ),
+        "sentinels that lack the primary's password are not told of": (
+            " and isinstance(error, MasterNotFoundError):",
+            " and False:",
+        ),
+        "a sentinel that asks for a password is not told of": (
+            '    if words.startswith(("DENIED", *_NO_LOGIN)):\n',
+            "    if False:\n",
+        ),
+        "a service that sentinels do not know is not told of": (
+            "    if not masters:\n",
+            "    if service not in masters:\n",
+        ),
+    },
+    "lmcache_hybrid/storage/open_store.py": {
+        "a store that does not open leaves LMCache's event loop behind": (
+            "                loop.call_soon_threadsafe(loop.stop)\n            thread.join(",
+            "                loop.is_running()\n            abs(",
+        ),
+    },
+}
+DEFECTS = each_of(MISTAKES)
