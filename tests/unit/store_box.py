@@ -5,7 +5,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
-from lmcache_hybrid.storage.record_format import HEADER_BYTES
+from lmcache_hybrid.storage.record_format import HEADER_BYTES, digests_of
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from lmcache_hybrid.storage.residency import Residency
@@ -316,3 +316,16 @@ def make_many_connections(box: Box) -> None:
     for _ in range(110):
         connector._servers.of(key.to_string() + VALUE)._forget()
         assert not connector.exists_sync(key)
+
+
+def assert_failed_put_releases(box: Box, keys: Sequence[RecordKey], size: int) -> None:
+    def broken(*args, **kwargs):
+        raise OSError("broken backend")
+
+    box.manager.batched_put = broken
+    buffers = [box.store.reserve(size) for _ in keys]
+    for buffer in buffers:
+        buffer.digests = digests_of(memoryview(buffer.payload.numpy()))
+    with pytest.raises(OSError):
+        box.store.put(zip(keys, buffers, strict=True))
+    assert [buffer.memory.get_ref_count() for buffer in buffers] == [0] * len(keys)

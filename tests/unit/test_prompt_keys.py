@@ -29,35 +29,23 @@ def tagged(**tags) -> dict:
     return {f"lmcache.tag.{name}": value for name, value in tags.items()}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        dict(cache_salt="x"),
-        dict(params=tagged(user="a")),
-        dict(params=tagged(user="b")),
-        dict(params=tagged(team="a")),
-        dict(params=tagged(user="a", team="a")),
-        dict(lora=lora()),
-        dict(lora=lora("b")),
-        dict(lora=lora(path=HERE.parent)),
-    ],
-    ids=str,
-)
+OTHERS = [
+    dict(cache_salt="x"),
+    dict(params=tagged(user="a")),
+    dict(params=tagged(user="b")),
+    dict(params=tagged(team="a")),
+    dict(params=tagged(user="a", team="a")),
+    dict(lora=lora()),
+    dict(lora=lora("b")),
+    dict(lora=lora(path=HERE.parent)),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_requests_that_must_not_share_have_other_keys(other):
-    all_kinds = [
-        dict(),
-        dict(cache_salt="x"),
-        dict(params=tagged(user="a")),
-        dict(params=tagged(user="b")),
-        dict(params=tagged(team="a")),
-        dict(params=tagged(user="a", team="a")),
-        dict(lora=lora()),
-        dict(lora=lora("b")),
-        dict(lora=lora(path=HERE.parent)),
-    ]
     mine = keys(**other)
     assert mine == keys(**other)
-    assert sum(mine == keys(**kind) for kind in all_kinds) == 1
+    assert sum(mine == keys(**kind) for kind in [{}, *OTHERS]) == 1
 
 
 def test_parameters_that_are_no_tags_do_not_change_keys():

@@ -19,7 +19,7 @@ import pytest
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
-from lmcache_hybrid.storage import damaged_records
+from lmcache_hybrid.storage import hidden_records
 from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, wrapper_of
 from lmcache_hybrid.storage.remote import fs
@@ -70,7 +70,7 @@ def test_a_record_that_cannot_be_read_stays_and_is_a_miss(box, monkeypatch, kind
         assert_whole(box, LEFT)
     assert list(box.store.locate(KEYS)) == LEFT
     assert box.raw(KEYS[1]) == stored
-    monkeypatch.setattr(damaged_records, "HIDDEN_SECONDS", -1.0)
+    monkeypatch.setattr(hidden_records, "HIDDEN_SECONDS", -1.0)
     box.store._damaged.unreadable(box.store.engine_key(KEYS[1]), box.store.locate(LEFT)[LEFT[0]])
     assert_whole(box)
     box.assert_pool_is_free()

@@ -87,31 +87,30 @@ def test_a_damaged_record_is_gone_at_its_load(box, told, kind) -> None:
     told.after(dict.fromkeys(NAMES[1:], TIER[kind]))
 
 
-@pytest.mark.parametrize("policy", ["LRU", "LFU", "FIFO", "MRU"])
-def test_what_a_full_pool_evicts_is_reported(box, told, policy) -> None:
-    one = box("ram", residency=told.residency, cache_policy=policy, max_local_cpu_size=0.0003)
-    keys = [RecordKey(ATTENTION, 3, bytes([i, 7]) * 16, 16) for i in range(90)]
+FULL_RAM, FULL_DISK = {"max_local_cpu_size": 0.0003}, {"max_local_disk_size": 0.00002}
+
+
+@pytest.mark.parametrize(
+    "kind, policy, size, count",
+    [
+        *(("ram", policy, FULL_RAM, 90) for policy in ("LRU", "LFU", "FIFO", "MRU")),
+        *(("disk", policy, FULL_DISK, 12) for policy in ("LRU", "LFU")),
+    ],
+)
+def test_what_a_full_tier_evicts_is_reported(box, told, kind, policy, size, count) -> None:
+    one = box(kind, residency=told.residency, cache_policy=policy, **size)
+    keys = [RecordKey(ATTENTION, 3, bytes([i, 7]) * 16, 16) for i in range(count)]
     for key in keys:
         put(one.store, [key], MAX_PAYLOAD)
+        if kind == "disk":
+            one.settle()
     told.step()
     held = one.store.locate(keys)
     assert 0 < len(held) < len(keys), "nothing was evicted"
-    assert told.tiers == {name(key): RAM for key in held}
-    one.store.manager.local_cpu_backend.clear()
-    told.after({})
-
-
-@pytest.mark.parametrize("policy", ["LRU", "LFU"])
-def test_what_a_full_disk_evicts_is_reported(box, told, policy) -> None:
-    one = box("disk", residency=told.residency, cache_policy=policy, max_local_disk_size=0.00002)
-    keys = [RecordKey(ATTENTION, 3, bytes([i, 7]) * 16, 16) for i in range(12)]
-    for key in keys:
-        put(one.store, [key], MAX_PAYLOAD)
-        one.settle()
-    told.step()
-    held = one.store.locate(keys)
-    assert 0 < len(held) < len(keys), "nothing was evicted"
-    assert told.tiers == {name(key): DISK for key in held}
+    assert told.tiers == {name(key): TIER[kind] for key in held}
+    if kind == "ram":
+        one.store.manager.local_cpu_backend.clear()
+        told.after({})
 
 
 def test_the_nearest_tier_counts_and_the_next_one_once_that_evicts(box, told) -> None:

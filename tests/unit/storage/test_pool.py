@@ -10,10 +10,20 @@ import torch
 
 from lmcache_hybrid.core.errors import LoadError, NoRoomError, RecordError
 from lmcache_hybrid.storage.claims import LMCacheClaim
-from lmcache_hybrid.storage.record_format import digests_of
 
 from ..helpers import payload_of
-from ..store_box import BACKEND, DEADLINE, KEYS, MAX_PAYLOAD, SIZE, Box, every_kind, outside, until
+from ..store_box import (
+    BACKEND,
+    DEADLINE,
+    KEYS,
+    MAX_PAYLOAD,
+    SIZE,
+    Box,
+    assert_failed_put_releases,
+    every_kind,
+    outside,
+    until,
+)
 
 
 @every_kind
@@ -121,18 +131,7 @@ def test_more_than_the_largest_record_is_refused(box, kind):
 
 
 def test_a_failed_put_releases_its_buffers(box):
-    box = box("ram")
-
-    def broken(*args, **kwargs):
-        raise OSError("broken backend")
-
-    box.manager.batched_put = broken
-    buffers = [box.store.reserve(SIZE) for _ in KEYS]
-    for buffer in buffers:
-        buffer.digests = digests_of(memoryview(buffer.payload.numpy()))
-    with pytest.raises(OSError):
-        box.store.put(zip(KEYS, buffers, strict=True))
-    assert [buffer.memory.get_ref_count() for buffer in buffers] == [0] * len(KEYS)
+    assert_failed_put_releases(box("ram"), KEYS, SIZE)
 
 
 def test_a_put_of_no_records_takes_no_memory(box):

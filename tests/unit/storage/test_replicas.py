@@ -14,14 +14,13 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.agreement import agree
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.storage import damaged_records
+from lmcache_hybrid.storage import hidden_records
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from lmcache_hybrid.storage.record_format import digests_of
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from ..helpers import payload_of, put
-from ..store_box import MAX_PAYLOAD, Box, N, flip, until
+from ..store_box import MAX_PAYLOAD, Box, N, assert_failed_put_releases, flip, until
 
 BLOCKS = 3
 PAGES, STATES = 3, 0  # groups
@@ -141,7 +140,7 @@ def test_a_page_that_its_writer_cannot_write_fails_no_second_load(ranks, kind, m
     """Another rank does not know of its writes: it believes in one for a while."""
     later = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
-    monkeypatch.setattr(damaged_records, "time", clock)
+    monkeypatch.setattr(hidden_records, "time", clock)
     first, second = ranks(kind)
     save(first)
     save(second)
@@ -153,7 +152,7 @@ def test_a_page_that_its_writer_cannot_write_fails_no_second_load(ranks, kind, m
             could_not_read(second)
             save(second)
             assert PAGE_KEYS[1] not in second.store.locate(KEYS), "every second request fails"
-        later[0] += damaged_records.HIDDEN_SECONDS
+        later[0] += hidden_records.HIDDEN_SECONDS
 
 
 @shared
@@ -299,15 +298,4 @@ def test_a_hit_needs_the_page_and_every_ranks_state(ranks, kind):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_put_releases_its_buffers(ranks, rank):
-    one = ranks("ram")[rank]
-
-    def broken(*args, **kwargs):
-        raise OSError("broken backend")
-
-    one.manager.batched_put = broken
-    buffers = [one.store.reserve(MAX_PAYLOAD) for _ in PAGE_KEYS]
-    for buffer in buffers:
-        buffer.digests = digests_of(memoryview(buffer.payload.numpy()))
-    with pytest.raises(OSError):
-        one.store.put(zip(PAGE_KEYS, buffers, strict=True))
-    assert [buffer.memory.get_ref_count() for buffer in buffers] == [0] * len(PAGE_KEYS)
+    assert_failed_put_releases(ranks("ram")[rank], PAGE_KEYS, MAX_PAYLOAD)
