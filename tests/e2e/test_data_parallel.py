@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallel: engines that share a store, and do not share a disk."""
 
-import random
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from redis import Redis
 from lmcache_hybrid.tools.tiny_models import make_model
 from tests.e2e.api_server import Server
 from tests.e2e.blocks import block_size
+from tests.e2e.prompts import prompt
 from tests.e2e.records import RedisShelf
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -18,11 +18,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 BLOCKS = 4
 # Attention pages of all blocks, and a state of each of two groups.
 RECORDS = BLOCKS + 2
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(32, 127) for _ in range(length)]
 
 
 def count(folder: Path, kind: str) -> int:

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a full store keeps."""
 
-import random
 from pathlib import Path
 
 import pytest
 
 from lmcache_hybrid.tools.tiny_models import make_model
 from tests.e2e.engine import Engine
+from tests.e2e.prompts import prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # With a store of so many GB; a prompt takes about a megabyte.
 ROOM, PROMPTS, LENGTH = 0.02, 40, 700
-
-
-def prompt(seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(32, 127) for _ in range(LENGTH)]
 
 
 @pytest.mark.parametrize("policy, kept", [({}, True), ({"cache_policy": "LRU"}, False)])
@@ -31,7 +26,7 @@ def test_what_was_asked_twice_outlives_prompts_that_come_once(
 
         def hit(seed: int) -> int:
             engine.forget()
-            return engine.ask(prompt(seed)).external
+            return engine.ask(prompt(seed, LENGTH)).external
 
         assert hit(0) == 0 < hit(0)
         for seed in range(1, PROMPTS):

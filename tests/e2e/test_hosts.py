@@ -3,7 +3,6 @@
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from tests import ROOT
 from tests.e2e.api_server import COMMAND, ApiServer
 from tests.e2e.blocks import block_size
 from tests.e2e.lan import Host, end, lan
+from tests.e2e.prompts import prompt
 from tests.e2e.records import RedisShelf
 
 pytestmark = [
@@ -146,11 +146,6 @@ class Engine(ApiServer):
 
 def _title(process: psutil.Process) -> list[bytes]:
     return [" ".join(process.cmdline()).encode(), process.name().encode()]
-
-
-def prompt(seed: str, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(32, 127) for _ in range(length)]
 
 
 def until(done: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -19,7 +19,8 @@ from tests import ROOT
 from tests.e2e.api_server import COMMAND
 from tests.e2e.blocks import block_size
 from tests.e2e.lan import Host, end, lan
-from tests.e2e.test_hosts import BLOCKS, CLOCKS, Engine, addresses, check_strangers, prompt, until
+from tests.e2e.prompts import prompt
+from tests.e2e.test_hosts import BLOCKS, CLOCKS, Engine, addresses, check_strangers, until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine in other shapes: several ranks, async scheduling, priorities with preemption."""
 
-import random
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from lmcache_hybrid.tools.tiny_models import make_model
 from tests.e2e.blocks import block_size
 from tests.e2e.engine import Answer, Engine, EngineDied
-from tests.e2e.prompts import cases
+from tests.e2e.prompts import cases, prompt
 from tests.e2e.records import is_state
 from tests.marks import slow
 
@@ -20,11 +19,6 @@ pytestmark = pytest.mark.engine
 def model(model_dir: Path) -> Path:
     """Not LFM2: on CPU vLLM alone answers it otherwise in a batch than one prompt at a time."""
     return make_model("qwen3_next", model_dir / "qwen3_next")
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(32, 127) for _ in range(length)]
 
 
 @pytest.mark.two_cores

