@@ -114,18 +114,24 @@ def split_url(url: str) -> SplitResult:
     """Parse a URL.
 
     Raises:
-        ValueError: its port is not a number, often because the password contains a "/"; its
-            database is none, which redis-py takes for 0; or its query has a bad value. The message
-            quotes no part of the URL, unlike Python's.
+        ValueError: it names several servers where one is meant; its port is not a number, often
+            because the password contains a "/"; its database is none, which redis-py takes for 0;
+            or its query has a bad value. The message quotes no part of the URL, unlike Python's.
     """
     try:
         parts = urlsplit(url)
-        if parts.scheme in ("redis", "rediss"):
+        several = "," in parts.netloc.rpartition("@")[2]
+        if parts.scheme in ("redis", "rediss") and not several:
             parts.port  # noqa: B018
     except ValueError:
         raise ValueError(
             "its port is not a number; write the signs / ? # @ of a password as %2F %3F %23 %40"
         ) from None
+    if parts.scheme in ("redis", "rediss") and several:
+        raise ValueError(
+            "it names several servers; write one, or those of a cluster or all sentinels as "
+            "redis-cluster://host:port,host:port or redis-sentinel://host:port,host:port"
+        )
     if parts.scheme in ("redis", "rediss", "unix"):
         try:
             read = parse_url(url)

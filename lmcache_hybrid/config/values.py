@@ -88,12 +88,15 @@ def problems(values: Values) -> Iterator[str]:
         if definition is None:  # LMCache itself warns of it
             continue
         kind, default = _kind(definition), definition["default"]
-        if value is None or (isinstance(value, str) and not value.strip()):
+        blank = isinstance(value, str) and not value.strip()
+        if value is None or blank:
             # Empty variables that change nothing are left out already; an empty switch is off.
             off = kind is bool and value is not None
             compared = OPTIONS.get(option, PLAIN).least is not None  # LMCache fails on None
             changed = default or compared or (off and where.startswith(PREFIX))
-            if kind and changed and not option.startswith(UNREAD):
+            # LMCache fails on spaces where it reads a number or JSON, whether it needs it or not.
+            failing = blank and value and (kind in (int, float) or option == "extra_config")
+            if failing or (kind and changed and not option.startswith(UNREAD)):
                 yield f"{where} is empty; write a value, or remove it for LMCache's default."
         elif why := _wrong(option, kind, definition.get("env_converter"), value):
             # Other values may hold passwords.

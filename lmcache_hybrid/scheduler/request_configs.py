@@ -77,6 +77,7 @@ class RequestConfigsReader:
 
     def read(self, request: "Request") -> RequestConfigs:
         """Read a request. An invalid value is taken as the safer one: not stored, or not cached."""
+        self._tell_unread(request.kv_transfer_params)
         configs = self._extract(request)
         if not configs:
             return NONE
@@ -101,13 +102,27 @@ class RequestConfigsReader:
                         UNSERVED,
                         SKIP_SAVE,
                     )
-            elif self._is_first("unknown", name):
-                logger.warning(
-                    "%s of a request is not a setting that LMCache knows, and is ignored; %s",
-                    _shown_name(name),
-                    _instead_of(name),
-                )
+            else:
+                self._tell_unknown(name)
         return _steering(configs, None if tags is None else tuple(tags), skip_save)
+
+    def _tell_unread(self, params: Any) -> None:
+        """Warn of names that LMCache does not see: a table ``lmcache``, ``lmcache_skip_save``.
+
+        Args:
+            params: what the client sent as ``kv_transfer_params``.
+        """
+        for name in params if isinstance(params, Mapping) else ():
+            if isinstance(name, str) and name[:7].lower() == "lmcache" and name[:8] != "lmcache.":
+                self._tell_unknown(name)
+
+    def _tell_unknown(self, name: str) -> None:
+        if self._is_first("unknown", name):
+            logger.warning(
+                "%s of a request is not a setting that LMCache knows, and is ignored; %s",
+                _shown_name(name),
+                _instead_of(name),
+            )
 
     def _switch(self, name: str, value: Any) -> bool:
         known = _known(value)
@@ -221,7 +236,7 @@ def _is_plain(text: str) -> bool:
 
 
 def _instead_of(name: str) -> str:
-    begins = name[:SHOWN].removeprefix("lmcache.").partition(".")[0]
+    begins = name[len("lmcache") : SHOWN].lstrip("._-").partition(".")[0]
     if near := difflib.get_close_matches(begins.lower(), _SERVED, 1):
         return f"did you mean {_SERVED[near[0]]}?"
     *names, last = _SERVED.values()

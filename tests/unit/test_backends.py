@@ -83,6 +83,8 @@ def test_refuses_hosts_without_a_port(scheme, hosts):
         ("host/abc", "its database is not a number; write one, as in redis://host:6379/0."),
         ("host:6379/3x", "its database is not a number"),
         ("user:secret@host:6379/records", "its database is not a number"),
+        ("host:1,other:2", "it names several servers; write one, or those of a cluster or all"),
+        ("u:secret@host:1,redis://other:2", "it names several servers"),
         ("host?db=abc", "in connection URL; correct it."),
         ("host:1?socket_timeout=x", "in connection URL; correct it."),
     ],
@@ -100,7 +102,12 @@ def test_refuses_what_redis_py_would_take_for_the_first_database(scheme, rest, w
     [
         *("redis://host", "redis://host/", "redis://host:6379/3", "rediss://me:p%2Fw@host/0"),
         *("redis://host/abc?db=2", "redis://[::1]:6379/1", "unix:///run/redis.sock?db=2"),
-        *("redis-sentinel://me:pw@a:1,b:2", "redis-cluster://a:1", "valkey://host:6379"),
+        *(
+            "redis://me:p,w@host:6379",
+            "redis-sentinel://me:pw@a:1,b:2",
+            "redis-cluster://a:1",
+            "valkey://host:6379",
+        ),
     ],
 )
 def test_serves_each_form_of_a_redis_url(url):

@@ -5,7 +5,12 @@ import logging
 
 import pytest
 
-from lmcache_hybrid.scheduler.request_configs import MOST_NAMES, SHOWN, RequestConfigsReader
+from lmcache_hybrid.scheduler.request_configs import (
+    MOST_NAMES,
+    NONE,
+    SHOWN,
+    RequestConfigsReader,
+)
 
 from .helpers import N, make_request
 from .scheduler_rig import Rig, all_offers
@@ -62,6 +67,13 @@ def test_a_value_that_is_no_tag_is_said_once_for_each_name(hybrid_log):
         ("lmcache.tags.user", "did you mean lmcache.tag.NAME?"),
         ("lmcache.tag", "did you mean lmcache.tag.NAME?"),
         ("lmcache.dorp", "did you mean lmcache.drop?"),
+        ("lmcache_skip_save", "did you mean lmcache.skip_save?"),
+        ("LMCache.drop", "did you mean lmcache.drop?"),
+        (
+            "lmcache",
+            "those of a request are lmcache.skip_save, lmcache.tag.NAME, lmcache.drop, "
+            "lmcache.drop_from, lmcache.prefetch, lmcache.keep and lmcache.keep_to.",
+        ),
         (
             "lmcache.q",
             "those of a request are lmcache.skip_save, lmcache.tag.NAME, lmcache.drop, "
@@ -77,6 +89,14 @@ def test_an_unknown_name_is_ignored_and_said_once(name, instead, hybrid_log):
     assert said(hybrid_log) == [
         f"{name} of a request is not a setting that LMCache knows, and is ignored; {instead}"
     ]
+
+
+@pytest.mark.parametrize("params", ["lmcache", ["lmcache_drop"], {7: 1}, {"lm": 1}, None, {}])
+def test_what_is_no_table_of_settings_is_left_alone(params, hybrid_log):
+    request = make_request()
+    request.kv_transfer_params = params
+    assert RequestConfigsReader().read(request) == NONE
+    assert not said(hybrid_log)
 
 
 def test_what_only_another_connector_of_lmcaches_reads_is_said_once(hybrid_log):

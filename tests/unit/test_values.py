@@ -511,6 +511,19 @@ def test_a_path_is_not_expanded(monkeypatch, tmp_path, value):
         load(monkeypatch, "file", tmp_path, "local_disk", value)
 
 
+@pytest.mark.parametrize("where", ["file", "extra"])
+@pytest.mark.parametrize(
+    "option", ["max_local_disk_size", "priority_limit", "mp_port", "extra_config"]
+)
+def test_a_blank_value_is_one_sentence(monkeypatch, tmp_path, where, option):
+    """LMCache, which needs none of these, fails on it with a ValueError."""
+    with pytest.raises(ConfigError, match=f"{option} is empty; write a value, or") as error:
+        load(monkeypatch, where, tmp_path, option, " ")
+    assert_one_sentence(str(error.value))
+    monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
+    load(monkeypatch, "environment", tmp_path, option, " ")  # LMCache takes the space off
+
+
 @pytest.mark.parametrize("where", ["file", "environment", "extra"])
 @pytest.mark.parametrize("value", ["file:/srv", "file:srv", "file:///srv, file:/b"])
 def test_a_url_with_one_slash_is_no_folder(monkeypatch, tmp_path, where, value):

@@ -100,6 +100,7 @@ READ = (
     Hook("vllm.v1.request", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
     Hook("vllm.v1.request", "RequestStatus.RUNNING"),
     Hook("vllm.v1.request", "Request.prompt_embeds"),
+    Hook("vllm.v1.request", "Request.kv_transfer_params"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_id"),
     # lmcache_hybrid/scheduler/save_planner.py
     *attributes("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_hash block_hash_num_tokens"),

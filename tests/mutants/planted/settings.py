@@ -415,8 +415,8 @@ MISTAKES = {
             "        if name in warned:\n",
         ),
         "a misspelt setting of a request is ignored without a word": (
-            '            elif self._is_first("unknown", name):\n',
-            "            elif False:\n",
+            "            else:\n                self._tell_unknown(name)\n",
+            "            else:\n                pass\n",
         ),
         "a setting of LMCache's other connector is ignored without a word": (
             '                if self._is_first("unserved", name):\n',

@@ -21,6 +21,10 @@ MISTAKES = {
             '    if option == "local_disk" and _ONE_SLASH.search(str(value)):\n',
             "    if False:\n",
         ),
+        "LMCache fails on a blank number with a traceback": (
+            "            failing = blank and value and ",
+            "            failing = False and ",
+        ),
     },
     "lmcache_hybrid/config/lmcache_file.py": {
         "an option that is twice in LMCache's file has its last value": (
@@ -32,6 +36,12 @@ MISTAKES = {
         "O_DIRECT is asked for and not used, without a word": (
             "    for name in _OF_FILES:\n",
             "    for name in ():\n",
+        ),
+    },
+    "lmcache_hybrid/scheduler/request_configs.py": {
+        "a request's table of settings is ignored without a word": (
+            "        self._tell_unread(request.kv_transfer_params)\n",
+            "",
         ),
     },
 }
