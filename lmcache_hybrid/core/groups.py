@@ -73,6 +73,13 @@ class GroupPlan:
         """Return the number of vLLM's blocks of a group in N tokens."""
         return dict(self.split).get(group, 1)
 
+    @property
+    def state_tokens(self) -> int:
+        """Tokens of a state's block; N without states."""
+        return min(
+            (self.block_size // self.blocks_in(g) for g in self.states), default=self.block_size
+        )
+
     def blocks_per_record(self, group: int) -> int:
         """Return the blocks in a record: N tokens of an attention group, one for a state."""
         return self.blocks_in(group) if group in self.attention else 1

@@ -92,6 +92,7 @@ class Arrivals:
             drafter=drafter,
             chunk_ends=options.chunk_ends,
             barred=barred_boundaries(request, plan),
+            state_tokens=plan.state_tokens,
         )
         if keep is not None:
             tokens, marks = request.num_prompt_tokens, None if unsaved else checkpoints

@@ -82,8 +82,11 @@ class Checkpoints:
         known: tokens at the start.
         last: the last boundary that a request may start from, and that is not barred.
         stop: where vLLM itself ends the last but one step of the prefill.
-        end: the deepest boundary up to ``stop`` that is not barred.
+        end: the deepest boundary up to ``stop`` that is not barred; vLLM ends a step there only
+            if both are equal.
         barred: boundaries that no request may start from.
+        state_tokens: tokens of a state's block, at whose multiples vLLM itself ends steps; divides
+            N, which it is where 0.
     """
 
     block_size: int
@@ -100,18 +103,21 @@ class Checkpoints:
     stop: int = 0
     end: int = 0
     barred: Set[int] = frozenset()
+    state_tokens: int = 0
 
     def begin(self, num_tokens: int) -> None:
         """Start over for a request of ``num_tokens`` tokens. Keeps its settings only."""
         size, self.known, self.junction = self.block_size, num_tokens, 0
         self.meetings.clear()
-        deepest = self.drafter.deepest(num_tokens, size)
-        self.last = self.up_to(deepest)
+        step = self.offered and self.state_tokens or size
+        self.last = self.up_to(self.drafter.deepest(num_tokens, size))
         drops = self.offered and self.drafter.drops_block
         self.stop = (
-            get_mamba_prefill_checkpoint_position(num_tokens, size, True) if drops else deepest
+            get_mamba_prefill_checkpoint_position(num_tokens, step, True)
+            if drops
+            else self.drafter.deepest(num_tokens, step)
         )
-        self.end = self.up_to(self.stop)
+        self.end = self.up_to(self.stop // size * size)
 
     def lasting(self, boundary: int) -> bool:
         """Whether later requests will want it: where prompts part, at the prefill's end or past it.

@@ -32,14 +32,14 @@ def note_offers(engine: SimEngine) -> SimEngine:
 
 
 def _note_loads(engine: SimEngine) -> None:
-    step = engine.hybrid.build_connector_meta
+    step, size = engine.hybrid.build_connector_meta, engine.plan.block_size
 
     def stepped(output):
         metadata = step(output)
         for save in metadata.saves:
             offers = output.kv_connector_block_state.boundary_state_offloads
             offered = {tokens for _, _, tokens in offers.get(save.request_id, ())}
-            engine.events[CHUNKS] += sum(end * N not in offered for end, _ in save.states)
+            engine.events[CHUNKS] += sum(end * size not in offered for end, _ in save.states)
         for load in metadata.loads:
             engine.events[LOADS] += load.tail > 0
             engine.events[SHORT] += load.tail > 0 == load.boundary

@@ -39,6 +39,20 @@ def test_hits_end_where_every_groups_blocks_end(groups, drafts, device):
     pool.close()
 
 
+def test_the_last_boundary_is_stored_whatever_a_step_holds():
+    """vLLM ends a step at the last multiple of N only, 7 N here."""
+    pool = Pool()
+    engine = SimEngine(Setup(groups="sda", blocks=60, batch=8 * N), pool)
+    prompt = TRUNKS[0][: 7 * N + 3]
+    for name in ("first", "again"):
+        engine.add(name, prompt, 2)
+        engine.drain()
+        engine.reset_prefix_cache(False)
+    assert hits(engine) == 1 and engine.hybrid.counts.hit_tokens.total() == 6 * N
+    engine.check_empty()
+    pool.close()
+
+
 def test_a_hit_starts_behind_what_vllm_still_has():
     """Local blocks count in common multiples, too: 2 N of them are local and 4 N are loaded."""
     pool = Pool()

@@ -53,6 +53,17 @@ def test_where_steps_end_is_known():
     assert not stops(10 * N + 1, junction=4 * N, barred={4 * N}).ends_at(4 * N)
 
 
+def test_where_blocks_of_states_are_smaller_vllm_ends_no_step_at_the_last_boundary():
+    """It does at multiples of a state's block, and only common multiples can be hit."""
+    made = stops(4 * N + N // 2 + 1, state_tokens=N // 2)
+    assert (made.stop, made.end, made.last) == (4 * N + N // 2, 4 * N, 4 * N)
+    assert walk(made) == [4 * N] and made.ends_at(4 * N) and made.lasting(4 * N)
+    assert walk(stops(4 * N + N // 2, state_tokens=N // 2)) == [], "there it does by itself"
+    made = stops(4 * N + N // 2 + 1, state_tokens=N // 2, drafter=MTP)
+    assert (made.stop, made.end) == (4 * N, 4 * N) and walk(made) == []
+    assert walk(stops(4 * N + 1, state_tokens=N // 2, offered=False)) == [4 * N]
+
+
 def test_an_interval_ends_at_the_last_boundary():
     assert walk(stops(10 * N, interval=3 * N)) == [3 * N, 6 * N, 9 * N]
     assert walk(stops(9 * N, interval=3 * N)) == [3 * N, 6 * N]

@@ -20,6 +20,10 @@ MISTAKES = {
             "        drops = self.offered and self.drafter.drops_block\n",
             "        drops = False\n",
         ),
+        "where blocks of states are smaller, no step ends at the last boundary": (
+            "        step = self.offered and self.state_tokens or size\n",
+            "        step = size\n",
+        ),
         "a boundary is wanted before its hash is known": (
             "return max(1, self.look_ahead)",
             "return 1",
