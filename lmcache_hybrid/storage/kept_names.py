@@ -14,6 +14,8 @@ from lmcache_hybrid.storage import eviction_order
 
 # Part of the share of all salts that one of them may take.
 OF_SALT = 0.4
+# Max keeps of one record that are told apart: those beyond it end with their time only.
+KEEPS = 8
 # Looks like a record that cannot be evicted.
 PINNED = SimpleNamespace(can_evict=False)
 
@@ -32,9 +34,9 @@ class KeptNames:
         """
         self._capacity = capacity
         self._lock = threading.Lock()  # guards changes
-        # (second of time.monotonic until which it is kept, salt, bytes, number of the keep) by
-        # name; number 0 for several.
-        self._names: dict[Hashable, tuple[int, bytes, int, int]] = {}
+        # (second of time.monotonic until which it is kept, salt, bytes, numbers of its keeps) by
+        # name; number 0 is of keeps that end with their time.
+        self._names: dict[Hashable, tuple[int, bytes, int, tuple[int, ...]]] = {}
         # Names and bytes by this second, and a heap of these seconds.
         self._by_end: dict[int, set[Hashable]] = {}
         self._bytes_by_end: dict[int, int] = {}
@@ -93,26 +95,32 @@ class KeptNames:
                 self._by_end[until], self._bytes_by_end[until] = set(), 0
                 heapq.heappush(self._ends, until)
             for name, size in records.items():
-                ends, _, _, other = self._names.get(name, (0, salt, 0, number))
-                if other not in (0, number):  # two keep it
-                    self._names[name] = *self._names[name][:3], 0
+                ends, _, _, numbers = self._names.get(name, (0, salt, 0, ()))
+                if number not in numbers:
+                    numbers = (*numbers, number) if len(numbers) < KEEPS else (0,)
                 if ends < until:
                     self._forget(name)
-                    self._names[name] = until, salt, size, number if other == number else 0
+                    self._names[name] = until, salt, size, numbers
                     self._by_end[until].add(name)
                     self._bytes_by_end[until] += size
                     self._of_salt[salt] += size
                     self._total += size
+                else:
+                    self._names[name] = *self._names[name][:3], numbers
 
     def end(self, names: Iterable[Hashable], number: int = 0) -> None:
-        """Keep records no longer.
+        """Keep records no longer, but those that another keep names until the later time of both.
 
         Args:
             number: of the only keep that is to end; 0 for all.
         """
         with self._lock:
             for name in names:
-                if not number or self._names.get(name, (0, b"", 0, 0))[3] == number:
+                kept = self._names.get(name, (0, b"", 0, ()))
+                left = tuple(each for each in kept[3] if number not in (0, each))
+                if left:
+                    self._names[name] = *kept[:3], left
+                else:
                     self._forget(name)
 
     def clear(self) -> None:
@@ -140,7 +148,7 @@ class KeptNames:
             del self._by_end[ended], self._bytes_by_end[ended]
 
     def _forget(self, name: Hashable) -> None:
-        until, salt, size, _ = self._names.pop(name, (0, b"", 0, 0))
+        until, salt, size, _ = self._names.pop(name, (0, b"", 0, ()))
         if not until:
             return
         self._by_end[until].discard(name)

@@ -430,8 +430,10 @@ def test_what_another_request_keeps_stays_kept(seconds, first, ends):
         rig.scheduler.prefills.forget("k")
         rig.match(request)
         rig.scheduler.update_state_after_alloc(request, table(request), 0)
-    end(rig, requests[ends])
+    end(rig, requests.pop(ends))
     assert kept(rig) == {ATTENTION: {1, 2, 3}, STATE: {3}}
+    end(rig, *requests.values())
+    assert kept(rig) == {ATTENTION: set(), STATE: set()}, "two aborted requests take a share"
 
 
 def test_what_is_kept_again_by_another_stays_kept():

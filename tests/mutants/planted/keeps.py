@@ -51,17 +51,24 @@ MISTAKES = {
             "for name, size in records.items())",
         ),
         "an aborted request ends another's keep": (
-            '                if not number or self._names.get(name, (0, b"", 0, 0))[3] == '
-            "number:\n",
-            "                if True:\n",
+            "                if left:\n",
+            "                if False:\n",
         ),
         "a record that two requests keep is that of the last": (
-            "number if other == number else 0\n",
-            "number\n",
+            "(*numbers, number) if",
+            "(number,) if",
         ),
         "a record that two requests keep is that of the first": (
-            "                if other not in (0, number):",
-            "                if False:",
+            "                if number not in numbers:\n",
+            "                if not numbers:\n",
+        ),
+        "a record that two requests keep stays kept once both are aborted": (
+            "if len(numbers) < KEEPS else",
+            "if not numbers else",
+        ),
+        "a record that many requests keep is let go with the last of them": (
+            "if len(numbers) < KEEPS else (0,)",
+            "if len(numbers) < KEEPS else (number,)",
         ),
     },
     "lmcache_hybrid/storage/eviction_order.py": {

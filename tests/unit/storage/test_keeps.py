@@ -233,6 +233,22 @@ def test_the_longer_time_counts_and_the_same_is_kept_once(monkeypatch):
     assert 0 not in kept and kept.size == 0
 
 
+@pytest.mark.parametrize("number", [1, 2, 8, 20])
+def test_what_several_keep_is_let_go_with_the_last_of_them(number):
+    kept = KeptNames(ROOM)
+    for each in range(1, 21):
+        kept.keep(records(0, 1), b"a", 60, each)
+        kept.keep(records(1, 1), b"a", 60, number)
+    ended = [each for each in range(1, 21) if each != number]
+    for each in ended:
+        kept.end([0, 1], each)
+    assert 0 in kept and 1 in kept, "a keep that has not ended"
+    kept.end([0, 1], number)
+    assert 1 not in kept
+    assert 0 in kept, "keeps that are not told apart end with their time"
+    kept.check_integrity()
+
+
 def test_the_gauge_waits_for_no_keep():
     """It is read between two steps of the model."""
     kept, read = KeptNames(ROOM), []
