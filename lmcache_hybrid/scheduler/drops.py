@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -82,11 +83,19 @@ class PendingDrop:
         late: whether its time was over first. A call under way may still change all others.
     """
 
-    def __init__(self, queue: LookupQueue, request: DropRequest, first: int, ends: float) -> None:
+    def __init__(
+        self,
+        queue: LookupQueue,
+        request: DropRequest,
+        first: int,
+        inner: Callable[[], dict[int, bytes]],
+        ends: float,
+    ) -> None:
         """Make the first call. Never blocks.
 
         Args:
             first: block that ``request`` begins with.
+            inner: lists its boundaries inside a block, on the queue's thread: there may be many.
             ends: ``time.monotonic`` by which it is over.
         """
         self._queue, self._request, self._first, self._ends = queue, request, first, ends
@@ -96,7 +105,7 @@ class PendingDrop:
         self.removed: Counter[str] = Counter()
         self.refusal = self.failure = ""
         self.late = False
-        self._job = queue.call(self._go_on)
+        self._job = queue.call(partial(self._begin, inner))
 
     def poll(self, seconds: float, ledger: Ledger[SchedulerCounts]) -> bool:
         """Whether it has ended; makes the next call if it has not.
@@ -126,6 +135,12 @@ class PendingDrop:
         if left <= seconds:
             self._job = self._queue.call(self._go_on)
         return False
+
+    def _begin(self, inner: Callable[[], dict[int, bytes]]) -> None:
+        """Make the first call. Runs on the queue's thread."""
+        prefix = self._request.prefix.with_inner(inner())
+        self._request = msgspec.structs.replace(self._request, prefix=prefix)
+        self._go_on()
 
     def _go_on(self) -> None:
         """Make one call. Runs on the queue's thread."""
@@ -225,6 +240,8 @@ class Drops:
             return False
         if not wait(lambda seconds: pending.poll(seconds, self._ledger)):
             return True
+        if self._turn is pending:
+            self._turn = None  # its prompt need not be held until the next drop
         refusal = "" if pending.late else pending.refusal
         error = LATE if pending.late else refusal or pending.failure
         drop.answer = {"removed": dict(+pending.removed)}
@@ -245,14 +262,12 @@ class Drops:
                 drop, f"lmcache.drop_from={drop.start} lies past the prompt of {tokens} tokens."
             )
             return
-        end = len(prefix.hashes)
+        end, past = len(prefix.hashes), range(0)
         if unit:
             # Beside a drafter the last boundary may have no hash, see prompt.extended.
             last = min(tokens, len(request.block_hashes) * unit)
             past = range((drop.start // unit + 1) * unit, last + 1, unit)
-            inner = inner_hashes(request, past, plan)
-            prefix = prefix.with_inner(inner)
-            end = max([end, *(each // size + 1 for each in inner)])
+            end = max([end, *(-(-boundary // size) for boundary in past[-1:])])
         first = drop.start // size
         if end <= first:
             drop.answer = {"removed": {}}
@@ -261,7 +276,8 @@ class Drops:
         # Two steps on: this pass may schedule saves, and the next step begins when they have ended.
         self._awaited = self._step + 2
         wanted = DropRequest(prefix, drop.start, end, self._awaited)
-        drop.pending = PendingDrop(self._queue, wanted, first, drop.ends)
+        inner = partial(inner_hashes, request, past, plan)
+        drop.pending = PendingDrop(self._queue, wanted, first, inner, drop.ends)
 
     def _refuse(self, drop: Drop, why: str) -> None:
         drop.answer = {"error": why}

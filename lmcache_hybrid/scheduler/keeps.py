@@ -8,7 +8,6 @@ and lookups of other requests come before each call.
 import hashlib
 import itertools
 from collections.abc import Generator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,17 +70,20 @@ class _RefusedError(Exception):
 
 @dataclass
 class Keep:
-    """What a request asks to be kept. Used by the scheduler's thread only, but for ``sent``.
+    """What a request asks to be kept.
+
+    Used by the scheduler's thread only, but for ``result`` and ``sent``, which the queue's sets.
 
     Attributes:
         seconds: from its admission on; 0 to keep its prompt no longer.
         to: in tokens; only records that end up to there are kept. None for the whole prompt.
         error: why nothing is kept; "" while that is not known.
         asked: tokens in vLLM's own cache when it last asked what can be loaded.
-        pending: the calls to the ranks, whose result is the answer; None before.
+        begun: whether the ranks are asked.
+        result: the answer; None until they have answered.
         promised: boundary in blocks that it has yet to store; 0 for none.
         sent: the call that keeps, and the boundary in blocks that was stored before; None until
-            it is made. The queue's thread sets it.
+            it is made.
         broken: whether it has ended before that.
     """
 
@@ -89,7 +91,8 @@ class Keep:
     to: int | None = None
     error: str = ""
     asked: int = 0
-    pending: "Future[dict[str, Any]] | None" = None
+    begun: bool = False
+    result: dict[str, Any] | None = None
     promised: int = 0
     sent: tuple[KeepRequest, int] | None = None
     broken: bool = False
@@ -127,10 +130,9 @@ class Keep:
 
     def answer(self) -> dict[str, Any]:
         """Return what the client is told. Never waits."""
-        pending = self.pending
-        if self.error or pending is None or not pending.done() or pending.cancelled():
+        answer = self.result
+        if self.error or answer is None:
             return {"error": self.error or UNFINISHED}
-        answer = pending.result()
         return {"error": UNSTORED} if self.broken and "kept" in answer else answer
 
 
@@ -167,8 +169,9 @@ class Keeps:
             prefix, marks, save: see :class:`.tracker.RequestTracker`.
             start: tokens that the request starts from; it stores states past them only.
         """
-        if keep.error or keep.pending is not None:
+        if keep.error or keep.begun:
             return
+        keep.begun = True
         to = request.num_prompt_tokens if keep.to is None else keep.to
         end = min(marks.kept or marks.end, marks.end)
         computes = keep.to is None or bool(marks.kept)
@@ -186,7 +189,7 @@ class Keeps:
         barred = tuple(marks.barred)
         try:
             parts = self._keep(keep, request, to, barred, call, self._epoch)
-            keep.pending = self._queue.in_turns(self._answer(parts))
+            self._queue.in_turns(self._answer(keep, parts))
         except RuntimeError:  # the engine ends
             keep.error = UNFINISHED
 
@@ -223,20 +226,18 @@ class Keeps:
         yield
 
     def _answer(
-        self, parts: Generator[None, None, dict[str, Any]]
-    ) -> Generator[None, None, dict[str, Any]]:
-        """Return what the client is told, whatever comes of ``parts``."""
+        self, keep: Keep, parts: Generator[None, None, dict[str, Any]]
+    ) -> Generator[None, None, None]:
+        """Note what the client is told, whatever comes of ``parts``."""
         try:
-            answer = yield from parts
+            answer, outcome = (yield from parts), "done"
         except _RefusedError as why:
-            self._count(why.outcome)
-            return {"error": str(why)}
+            answer, outcome = {"error": str(why)}, why.outcome
         except Exception as error:
-            self._count("failed")
+            answer, outcome = {"error": UNEXPECTED}, "failed"
             caught("keep_records", error, "a request's records may not be kept", self._ledger)
-            return {"error": UNEXPECTED}
-        self._count("done")
-        return answer
+        self._count(outcome)
+        keep.result = answer
 
     def _keep(
         self,

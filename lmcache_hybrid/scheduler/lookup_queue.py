@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from vllm.lora.request import LoRARequest
@@ -135,7 +135,7 @@ class LookupQueue:
         self._executor = executor or started(1, "hybrid-ask")
         # Generators to run, the first one now, whether lookups have passed before its next part,
         # and lookups sent and begun.
-        self._turns: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._turns: deque[Generator[None, None, None]] = deque()
         self._passed, self._sent, self._begun = False, 0, 0
         self._lock = threading.Lock()  # guards the generators
         self.num_drops = 0
@@ -156,21 +156,20 @@ class LookupQueue:
         """Call ``function`` between two lookups. Never blocks."""
         return self._executor.submit(function)
 
-    def in_turns(self, parts: Generator[None, None, T]) -> Future[T]:
-        """Run a generator, all lookups that wait before each part of it. Never blocks.
+    def in_turns(self, parts: Generator[None, None, None]) -> None:
+        """Run a generator that raises nothing, all lookups that wait before each part of it.
 
         Generators run one after the other, so a lookup waits for one part of one of them at most.
+        Never blocks.
 
         Raises:
             RuntimeError: the queue is closed.
         """
-        result: Future[T] = Future()
         with self._lock:
-            self._turns.append((parts, result))
+            self._turns.append(parts)
             first = len(self._turns) == 1
         if first:
             self._executor.submit(self._go_on)
-        return result
 
     def identified(self, prefix: Prefix) -> Prefix | None:
         """Add the content of its adapter to a prefix; None where the ranks do not know it.
@@ -196,20 +195,12 @@ class LookupQueue:
 
     def _go_on(self) -> None:
         """Run the next part, behind the lookups that wait now."""
-        parts, result = self._turns[0]
         self._passed = not self._passed and self._begun < self._sent
-        if not self._passed:
-            try:
-                next(parts)
-            except StopIteration as end:
-                result.set_result(end.value)
-            except Exception as error:
-                result.set_exception(error)
-            if result.done():
-                with self._lock:
-                    self._turns.popleft()
-                    if not self._turns:
-                        return
+        if not self._passed and next(self._turns[0], self) is self:  # it has ended
+            with self._lock:
+                self._turns.popleft()
+                if not self._turns:
+                    return
         self._executor.submit(self._go_on)
 
     def _run(self, lookup: PendingLookup) -> None:

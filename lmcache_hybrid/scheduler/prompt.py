@@ -44,8 +44,8 @@ def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: 
     """
     first = len(prefix.hashes)
     blocks = min(blocks, len(request.block_hashes) // hashes_per_block)
-    ends = range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
-    more = tuple(bytes(request.block_hashes[end]) for end in ends)
+    ends = slice((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
+    more = tuple(map(bytes, request.block_hashes[ends]))
     return msgspec.structs.replace(prefix, hashes=prefix.hashes + more)
 
 

@@ -154,6 +154,16 @@ def settle(future: Future, function, *args) -> None:
         future.set_exception(error)
 
 
+class Counted(list):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def __getitem__(self, at):
+        self.reads += 1
+        return super().__getitem__(at)
+
+
 class Later(Executor):
     """Runs what it was given when told to."""
 

@@ -11,7 +11,7 @@ from lmcache_hybrid.scheduler import drops
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.storage.drops import CLOSED, IN_USE
 
-from .helpers import PLAN, Later, N, Ranks, fill, make_request, put, tags_of
+from .helpers import PLAN, Counted, Later, N, Ranks, fill, make_request, put, tags_of
 from .scheduler_rig import Rig, all_offers
 
 DROP = {"lmcache.drop": True}
@@ -49,6 +49,7 @@ def test_all_records_of_a_prompt_are_removed_on_every_rank(ranks):
     assert rig.match(request) == (None, False), "its request is admitted before it"
     assert rig.step().step == 1, "no rank is told that earlier steps have saved"
     assert wait(rig, request) == (0, False)
+    assert rig.scheduler._admission.drops._turn is None, "the next drop frees its hashes"
     assert not any(store.records for store in rig.ranks.stores)
     assert rig.forward(request, 3 * N + 1, all_offers(3)) is None, "it is stored again"
     records = ranks * (3 + 2 * len(PLAN.states))
@@ -138,6 +139,20 @@ def test_boundaries_inside_a_block_are_removed_too():
     assert {key.boundary for key in keys} == {N, 2 * N, *inside}
     wait(rig, request)
     assert not store.records
+
+
+@pytest.mark.parametrize("blocks", [20, 200])
+def test_the_prompt_s_length_makes_no_difference_to_the_scheduler(blocks):
+    """The ranks' thread takes the hashes of all its boundaries."""
+    later = Later()
+    plan = PLAN.with_unit(4)
+    rig = Rig(Ranks(1, plan, later), plan=plan, hash_block_size=4)
+    request = dropping(tokens=blocks * N + 1, hash_block_size=4)
+    request.block_hashes = hashes = Counted(request.block_hashes)
+    assert rig.match(request) == (None, False)
+    assert hashes.reads == 1, "more than its blocks' hashes at once"
+    later.run()
+    assert hashes.reads >= blocks
 
 
 def test_beside_a_drafter_the_last_boundary_may_have_no_hash():

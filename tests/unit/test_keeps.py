@@ -14,7 +14,7 @@ from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.storage.kept_names import OF_SALT, KeptNames
 from lmcache_hybrid.storage.record_format import record_bytes
 
-from .helpers import PLAN, Later, N, Ranks, make_request, put, tags_of
+from .helpers import PLAN, Counted, Later, N, Ranks, make_request, put, tags_of
 from .scheduler_rig import Rig, all_offers, table
 from .worker_rig import PREFIX
 from .worker_rig import Rig as WorkerRig
@@ -485,8 +485,24 @@ def test_an_error_as_it_is_taken_back_is_counted(lenient):
     assert lenient == {"keep_records": 1}
 
 
+@pytest.mark.parametrize("blocks", [20, 200])
+def test_the_prompt_s_length_makes_no_difference_to_the_scheduler(blocks):
+    """The ranks' thread takes the hashes of all its boundaries."""
+    later = Later()
+    plan = PLAN.with_unit(4)
+    rig = Rig(Ranks(1, plan, later), plan=plan, hash_block_size=4)
+    request = keeping(tokens=blocks * N + 1, hash_block_size=4)
+    rig.match(request)
+    later.run()
+    rig.match(request)
+    request.block_hashes = hashes = Counted(request.block_hashes)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    assert not hashes.reads
+    later.run()
+    assert hashes.reads >= blocks
+
+
 def test_a_hint_costs_the_scheduler_less_than_50_microseconds():
-    """The prompt's length makes no difference."""
     later = Later()
     rig = Rig(Ranks(1, executor=later))
     took = []

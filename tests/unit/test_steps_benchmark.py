@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.steps import hints
 from benchmarks.steps.measure import PER_STEP, N, Rig, measure, request
+from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 
 from . import helpers  # noqa: F401  # so that blocks have hashes
 
@@ -41,6 +42,19 @@ def test_requests_with_hints_are_timed_beside_those_without() -> None:
     assert found.keys() == hints.HINTS.keys()
     for values in found.values():
         assert values["more, q1"] <= values["more"] <= values["more, q3"] and values["without"] > 0
+
+
+def test_time_that_every_request_waits_for_its_lookup_is_not_timed(monkeypatch):
+    poll, waited = PendingLookup.poll, []
+
+    def polled(self, seconds=0.0):
+        waited.append(seconds)
+        return poll(self, seconds)
+
+    monkeypatch.setattr(PendingLookup, "poll", polled)
+    hints.measure(BLOCKS, 2)
+    # One request runs before the others of each hint, and may wait as nothing else runs.
+    assert len(waited) > len(list(filter(None, waited))) == len(hints.HINTS)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,18 @@ from tests.mutants.defect import each_of
 
 MISTAKES = {
     "lmcache_hybrid/scheduler/drops.py": {
+        "a drop lists its prompt's boundaries on the scheduler's thread": (
+            "        inner = partial(inner_hashes, request, past, plan)\n",
+            "        inner = inner_hashes(request, past, plan).copy\n",
+        ),
+        "a drop holds its prompt until the next one": (
+            "        if self._turn is pending:\n",
+            "        if False:\n",
+        ),
+        "a drop leaves what ends in a partly filled block": (
+            "*(-(-boundary // size) for",
+            "*(boundary // size for",
+        ),
         "a drop does not wait for what this step still saves": (
             "self._awaited = self._step + 2\n",
             "self._awaited = self._step + 1\n",

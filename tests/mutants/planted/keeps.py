@@ -124,7 +124,7 @@ MISTAKES = {
             "if False and",
         ),
         "a preempted request asks the ranks again": (
-            "        if keep.error or keep.pending is not None:\n",
+            "        if keep.error or keep.begun:\n",
             "        if keep.error:\n",
         ),
     },
@@ -160,11 +160,9 @@ MISTAKES = {
             "next(self._numbers))",
         ),
         "lookups wait until a keep is done": (
-            "            if result.done():\n                with self._lock:\n",
-            "            while not result.done():\n                try:\n"
-            "                    next(parts)\n                except StopIteration as end:\n"
-            "                    result.set_result(end.value)\n"
-            "            if result.done():\n                with self._lock:\n",
+            "        if not self._passed and next(self._turns[0], self) is self:  # it has ended\n",
+            "        if not self._passed:\n"
+            "            for _ in self._turns[0]:\n                pass\n",
         ),
         "lookups wait for all keeps": (
             "            first = len(self._turns) == 1\n",

@@ -46,10 +46,9 @@ MISTAKES = {
     },
     "lmcache_hybrid/scheduler/prompt.py": {
         "generated blocks go by the hash of the block before": (
-            "range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, "
-            "hashes_per_block)",
-            "range(first * hashes_per_block - 1, (blocks - 1) * hashes_per_block, "
-            "hashes_per_block)",
+            "slice((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, ",
+            "slice((first or 1) * hashes_per_block - 1, "
+            "(blocks - (first > 0)) * hashes_per_block, ",
         ),
     },
     "lmcache_hybrid/scheduler/admission.py": {
