@@ -3,6 +3,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,8 +11,16 @@ from typer.testing import CliRunner
 
 from lmcache_hybrid.tools.bench import server
 from lmcache_hybrid.tools.bench.report import print_table, sentences
-from lmcache_hybrid.tools.bench.run import ALONE, CONNECTOR, WITH, Measured, arms
-from lmcache_hybrid.tools.bench.workload import QUESTION_TOKENS, rounds
+from lmcache_hybrid.tools.bench.run import (
+    ALONE,
+    CONNECTOR,
+    WITH,
+    Load,
+    Measured,
+    arms,
+    prompt_tokens,
+)
+from lmcache_hybrid.tools.bench.workload import NEW, QUESTION_TOKENS, rounds
 from lmcache_hybrid.tools.cli import app
 
 OTHER = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"})
@@ -61,6 +70,19 @@ def test_each_server_has_the_users_flags(flag):
     assert found[WITH] == [*found[ALONE], "--kv-transfer-config", OTHER]
 
 
+def load_of(tokens: int, output_tokens: int) -> Load:
+    return Load(8, tokens, output_tokens, concurrency=4, seed=0)
+
+
+def test_prompts_fit_the_model():
+    assert prompt_tokens(load_of(0, 32), 4096) == 2048
+    assert prompt_tokens(load_of(0, 32), 1 << 20) == 8192
+    assert prompt_tokens(load_of(4064, 32), 4096) == 4064
+    for load in (load_of(4065, 32), load_of(0, 4096)):
+        with pytest.raises(server.ServerError, match=r"--tokens.* do not fit max_model_len 4096"):
+            prompt_tokens(load, 4096)
+
+
 def measured(arm: str, loaded: float = 0.0, failed: int = 0, ms: float = 100.0) -> Measured:
     return Measured(arm, TITLE, ms, 2.0, 0.0, loaded, failed)
 
@@ -68,6 +90,10 @@ def measured(arm: str, loaded: float = 0.0, failed: int = 0, ms: float = 100.0) 
 def test_the_figures_are_said_in_words():
     good = [measured(ALONE, ms=900), measured(WITH, 0.94, ms=300)]
     assert sentences(good) == [f"{TITLE}: first token 3.0 times as fast."]
+    slow = [measured(ALONE, ms=300), measured(WITH, 0.94, ms=450)]
+    assert sentences(slow) == [f"{TITLE}: first token 1.50 times as long."]
+    new = [replace(each, round=NEW) for each in (measured(ALONE), measured(WITH, ms=104))]
+    assert sentences([*new, *good])[0] == "new documents: first token 1.04 times as long."
     (nothing,) = sentences([measured(ALONE), measured(WITH)])
     assert nothing.startswith("Nothing came from LMCache: lmcache-hybrid doctor MODEL -- FLAGS")
     assert "Loads of 5 tokens failed" in " ".join(sentences([measured(WITH, 0.1, 5)]))

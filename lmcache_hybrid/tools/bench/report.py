@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lmcache_hybrid import __version__
 from lmcache_hybrid.tools.bench.run import ALONE, WITH, Load, Measured
+from lmcache_hybrid.tools.bench.workload import NEW
 from lmcache_hybrid.upstream import versions
 
 # Columns of the longest bar.
@@ -38,10 +39,13 @@ def sentences(found: Sequence[Measured]) -> list[str]:
     told = []
     for each in found:
         alone = times.get((ALONE, each.round))
-        if each.arm == WITH and alone is not None and each.loaded > 0.5:
-            told.append(
-                f"{each.round}: first token {alone / each.first_token_ms:.1f} times as fast."
-            )
+        if each.arm != WITH or alone is None:
+            continue
+        ratio = each.first_token_ms / alone
+        if each.round == NEW or (each.loaded > 0.5 and ratio > 1):
+            told.append(f"{each.round}: first token {ratio:.2f} times as long.")
+        elif each.loaded > 0.5:
+            told.append(f"{each.round}: first token {1 / ratio:.1f} times as fast.")
     if failed := sum(each.failed for each in found):
         told.append(f"Loads of {failed:,} tokens failed: see lmcache-hybrid doctor, and the log.")
     if not any(each.loaded for each in found):

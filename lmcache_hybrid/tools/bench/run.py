@@ -134,8 +134,7 @@ def measure(
             own = environment if arm == WITH else {}
             with Server(model, arguments, log, own) as server:
                 name, longest = server.longest()
-                tokens = load.tokens or min(8192, longest // 2)
-                asked = rounds(load.documents, tokens, load.seed)
+                asked = rounds(load.documents, prompt_tokens(load, longest), load.seed)
                 for each in asked:
                     if not each.restart:
                         say(f"{arm}: {each.title}")
@@ -148,6 +147,21 @@ def measure(
                     for each in asked:
                         if each.restart:
                             yield _measured(arm, each, server, name, client, load)
+
+
+def prompt_tokens(load: Load, longest: int) -> int:
+    """Return the tokens of a prompt on a server with this ``max_model_len``.
+
+    Raises:
+        ServerError: such a prompt and its answer do not fit.
+    """
+    tokens = load.tokens or min(8192, longest // 2)
+    if tokens + load.output_tokens > longest:
+        raise ServerError(
+            f"A prompt of {tokens} tokens (--tokens) and an answer of {load.output_tokens} "
+            f"(--output-tokens) do not fit max_model_len {longest}"
+        )
+    return tokens
 
 
 def _measured(

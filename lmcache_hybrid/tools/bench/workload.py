@@ -9,6 +9,8 @@ Prompt = list[int]
 # Every tokenizer has these IDs, and their meaning does not matter.
 LOWEST, HIGHEST = 32, 126
 QUESTION_TOKENS = 48
+# The round in which nothing can hit.
+NEW = "new documents"
 # Parts of a conversation; it grows by one in each turn.
 TURNS = 3
 
@@ -55,7 +57,7 @@ def rounds(documents: int, tokens: int, seed: int) -> list[Round]:
     turns = [[talk[: tokens * turn // TURNS] for talk in talks] for turn in range(1, TURNS + 1)]
     return [
         Round("warm up", [some(tokens)], measured=False),
-        Round("new documents", first),
+        Round(NEW, first),
         Round("the same prompts at once", first),
         Round("the same prompts after others", first, forget=True),
         Round("another question to each document", asked(), forget=True),

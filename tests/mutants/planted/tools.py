@@ -260,6 +260,13 @@ MISTAKES = {
             "        if name == TRANSFER_FLAG:\n",
             "        if False:\n",
         ),
+        "bench asks prompts that the model does not take": (
+            "    if tokens + load.output_tokens > longest:\n",
+            "    if tokens > longest:\n",
+        ),
+    },
+    "lmcache_hybrid/tools/bench/report.py": {
+        "bench does not say what a new prompt costs": ("if each.round == NEW or ", "if "),
     },
     "lmcache_hybrid/tools/cli/bench.py": {
         "bench asks what its last run has stored": ("seed=secrets.randbits(32))", "seed=0)"),
