@@ -131,7 +131,8 @@ class HybridConnector(KVConnectorBase_V1):
         check_prefix_cache(vllm_config)
         # Each engine has one scheduler role, which warns.
         config = load_lmcache_config(vllm_config, quiet=role == KVConnectorRole.WORKER)
-        plan = plan_groups(kv_cache_config)
+        dcp = vllm_config.parallel_config.decode_context_parallel_size
+        plan = plan_groups(kv_cache_config, dcp)
         _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self.plan = dataclasses.replace(
             plan.with_unit(unit),

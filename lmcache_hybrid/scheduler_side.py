@@ -92,7 +92,7 @@ def _warn(
     log_remarks(vllm_config)
     for sentence in with_few_hits(config):
         logger.warning("%s", sentence)
-    finer = suggested_unit(plan.block_size) if plan.with_unit(1).unit else 0
+    finer = suggested_unit(plan.state_tokens) if plan.with_unit(1).unit else 0
     longest = vllm_config.model_config.max_model_len
     role = vllm_config.kv_transfer_config.kv_role
     for sentence in without_hits(config, role, longest, plan.unit or plan.block_size, finer):

@@ -2,7 +2,6 @@
 """Refuses unsupported parallelism, and gives each data-parallel engine its own disk folder."""
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -17,31 +16,30 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
 
-# Fields of vLLM's ParallelConfig, with why they are refused above 1, and the fix.
-_REFUSED: dict[str, Callable[[int], str]] = {
-    "prefill_context_parallel_size": lambda size: (
-        f"splits a prompt over {size} ranks, and no rank has the state behind its part: a state "
-        "needs all tokens before it; use --tensor-parallel-size"
-    ),
-    "decode_context_parallel_size": lambda size: (
-        f"spreads an attention block over {size} ranks' blocks, token by token, so it spans {size} "
-        "times the tokens of a state's block: LMCache has one block size for both; set it to 1"
-    ),
-}
-
 
 def check_parallelism(vllm_config: "VllmConfig") -> None:
     """Refuse parallelism that splits prompts over ranks, and some that spreads ranks over hosts.
 
     Raises:
-        ConfigError: context parallelism, ranks on several hosts beside data parallelism or another
-            connector, or a drafter over the pipeline stages of vLLM's V1 model runner.
+        ConfigError: prefill context parallelism, decode context parallelism beside a drafter,
+            ranks on several hosts beside data parallelism or another connector, or a drafter over
+            the pipeline stages of vLLM's V1 model runner.
     """
     parallel = vllm_config.parallel_config
-    for name, why in _REFUSED.items():
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            raise ConfigError(f"{name}={size} {why(size)}.")
+    if (size := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
+        raise ConfigError(
+            f"prefill_context_parallel_size={size} splits a prompt over {size} ranks, and no rank "
+            "has the state behind its part: a state needs all tokens before it; use "
+            "--tensor-parallel-size."
+        )
+    size = getattr(parallel, "decode_context_parallel_size", 1)
+    if size > 1 and vllm_config.speculative_config:
+        # A drafter's layers may be spread over the ranks or not, and vLLM's runners differ in it.
+        raise ConfigError(
+            f"decode_context_parallel_size={size} with --speculative-config has not been tested: "
+            "a drafter's layers may keep their tokens in another way than the model's; remove one "
+            "of the two."
+        )
     if spans_hosts(parallel):
         _check_hosts(vllm_config)
     stages = parallel.pipeline_parallel_size

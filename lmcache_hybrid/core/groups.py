@@ -41,15 +41,18 @@ class GroupPlan:
 
     Attributes:
         block_size: N, tokens between two boundaries: the unified block size of all groups, or
-            their least common multiple where they differ.
+            their least common multiple where they differ. With decode context parallelism the
+            tokens of an attention block on all of its ranks.
         attention: groups whose pages of [0, B) make a hit at B, in order.
         states: groups whose state at B makes a hit at B, in order.
         windows: groups whose last pages before B make a hit at B, in order.
         replicated: attention groups whose pages are equal on all tensor-parallel ranks.
         unit: U, tokens between two boundaries inside a block; divides N. 0 for no hits there.
+            With decode context parallelism at most those of a state's block.
         split: (group, blocks in N tokens) of groups with records that have more than one.
         whole_items: whether tokens of an image, audio or video attend to each other in both
             directions, which bars boundaries inside it.
+        dcp: ranks that share the tokens of an attention block (decode context parallelism).
     """
 
     block_size: int
@@ -60,14 +63,20 @@ class GroupPlan:
     unit: int = 0
     split: tuple[tuple[int, int], ...] = ()
     whole_items: bool = False
+    dcp: int = 1
 
     def with_unit(self, unit: int) -> "GroupPlan":
         """Add hits every ``unit`` tokens, where vLLM supports them: with states, without windows.
 
-        Not where groups have blocks of several sizes: a boundary must be whole blocks of each.
+        Not where attention groups have blocks of several sizes: a boundary must be whole blocks of
+        each. Where only those of states are smaller, vLLM does with decode context parallelism.
         """
-        inside = self.states and not (self.windows or self.split) and unit < self.block_size
+        uneven = self.split and (self.dcp == 1 or any(map(self._has_several, self.attention)))
+        inside = self.states and not (self.windows or uneven) and unit < self.block_size
         return replace(self, unit=unit if inside else 0)
+
+    def _has_several(self, group: int) -> bool:
+        return self.blocks_in(group) > 1
 
     def blocks_in(self, group: int) -> int:
         """Return the number of vLLM's blocks of a group in N tokens."""
@@ -95,9 +104,9 @@ class GroupPlan:
             return tuple(ids[start:end])
         return tuple(tuple(ids[at * count : (at + 1) * count]) for at in range(start, end))
 
-    def state_block(self, ids: Sequence[int], group: int, boundary: int) -> int:
-        """Return the block with the state at ``boundary`` times N tokens; 0 if there is none."""
-        at = boundary * self.blocks_in(group) - 1
+    def state_block(self, ids: Sequence[int], group: int, tokens: int) -> int:
+        """Return the block for the state at ``tokens``, where it need not be full; 0 for none."""
+        at = -(-tokens * self.blocks_in(group) // self.block_size) - 1
         return ids[at] if at < len(ids) else 0
 
     @property
@@ -129,12 +138,13 @@ def is_served(kv_cache_config: "KVCacheConfig") -> bool:
     return all(any(isinstance(spec, kind) for spec in specs) for kind in kinds)
 
 
-def plan_groups(kv_cache_config: "KVCacheConfig") -> GroupPlan:
+def plan_groups(kv_cache_config: "KVCacheConfig", dcp: int = 1) -> GroupPlan:
     """Make the plan of a model from vLLM's groups.
 
     Args:
         kv_cache_config: of the model; needs an attention group, and one with states or
             windows.
+        dcp: ``decode_context_parallel_size``.
 
     Raises:
         ConfigError: a group of an unsupported kind, unsupported block sizes (see
@@ -147,6 +157,12 @@ def plan_groups(kv_cache_config: "KVCacheConfig") -> GroupPlan:
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = layer_specs(group)
         kinds = {_kind(spec) for spec in specs}
+        if dcp > 1 and not (kinds == {"state"} or _is_spread(kinds, specs)):
+            raise ConfigError(
+                f"decode_context_parallel_size={dcp} with KV cache group {index}, which is "
+                f"{_names(group)}, has not been tested: only full attention that is spread over "
+                "the ranks and states are; set it to 1."
+            )
         if kinds == {"scratch"}:
             continue
         if kinds == {"state"}:
@@ -154,7 +170,7 @@ def plan_groups(kv_cache_config: "KVCacheConfig") -> GroupPlan:
             states.append(index)
         elif kinds == {"attention"}:
             attention.append(index)
-            if all(map(_is_replicated, specs)):
+            if dcp == 1 and all(map(_is_replicated, specs)):
                 replicated.append(index)
         elif kinds == {"window"}:
             windows.append(Window(index, max(_window_blocks(spec) for spec in specs)))
@@ -170,14 +186,16 @@ def plan_groups(kv_cache_config: "KVCacheConfig") -> GroupPlan:
             f"KV cache groups {_describe(kv_cache_config)} lack attention or state groups; start "
             "this model without LMCacheConnectorV1."
         )
-    n = _block_size(kv_cache_config, states, bool(windows))
+    sizes = _block_sizes(kv_cache_config, dcp)
+    n = _block_size(kv_cache_config, sizes, states, bool(windows))
     return GroupPlan(
         n,
         tuple(attention),
         tuple(states),
         tuple(windows),
         tuple(replicated),
-        split=_split(kv_cache_config, n),
+        split=_split(kv_cache_config, sizes, n),
+        dcp=dcp,
     )
 
 
@@ -242,6 +260,11 @@ def _is_replicated(spec: "KVCacheSpec") -> bool:
     return latent and spec.max_tp_shards == 1
 
 
+def _is_spread(kinds: Collection[str | None], specs: "Iterable[KVCacheSpec]") -> bool:
+    """Whether it is attention of which each rank holds a part of each block's tokens."""
+    return kinds == {"attention"} and all(spec.dcp_sharded for spec in specs)
+
+
 def _window_blocks(spec: "KVCacheSpec") -> int:
     return -(-(spec.sliding_window - 1) // spec.block_size)
 
@@ -256,34 +279,50 @@ def _refuse_other_modes(index: int, states: "Iterable[KVCacheSpec]") -> None:
             )
 
 
-def _block_size(kv_cache_config: "KVCacheConfig", states: Collection[int], windows: bool) -> int:
+def _block_sizes(kv_cache_config: "KVCacheConfig", dcp: int) -> list[int]:
+    """Return the tokens of a block, by group: on all ranks that share them."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in specs]
+
+
+def _block_size(
+    kv_cache_config: "KVCacheConfig", every: Sequence[int], states: Collection[int], windows: bool
+) -> int:
     """Return N: vLLM hits at common multiples of all block sizes, those of scratch included.
 
     Sizes differ where attention layers have pages of several sizes: vLLM makes the blocks of
-    those with smaller pages larger, and leaves states as they are.
+    those with smaller pages larger, and leaves states as they are. They also do where ranks share
+    the blocks of attention.
+
+    Args:
+        every: tokens of a block, by group.
 
     Raises:
         ConfigError: scratch moves the multiples, or sizes differ in another way or beside
             windows: vLLM keeps the blocks that a window reaches, maybe a part of N tokens.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    sizes = {spec.block_size for spec in specs if spec.prefix_cacheable}
+    sizes = {size for size, spec in zip(every, specs, strict=True) if spec.prefix_cacheable}
     common = math.lcm(*sizes)
-    served = common == math.lcm(*(spec.block_size for spec in specs))
+    served = common == math.lcm(*every)
     if len(sizes) > 1:
-        served &= not windows and {specs[index].block_size for index in states} == {min(sizes)}
+        served &= not windows and {every[index] for index in states} == {min(sizes)}
     if not served:
         raise ConfigError(
-            f"block sizes {sorted({spec.block_size for spec in specs})} of KV cache groups "
+            f"block sizes {sorted(set(every))} of KV cache groups "
             f"{_describe(kv_cache_config)} differ; remove --block-size and --mamba-block-size so "
             "that vLLM unifies them."
         )
     return common
 
 
-def _split(kv_cache_config: "KVCacheConfig", block_size: int) -> tuple[tuple[int, int], ...]:
+def _split(
+    kv_cache_config: "KVCacheConfig", sizes: Sequence[int], block_size: int
+) -> tuple[tuple[int, int], ...]:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    counts = [block_size // spec.block_size * spec.prefix_cacheable for spec in specs]
+    counts = [
+        block_size // size * spec.prefix_cacheable for size, spec in zip(sizes, specs, strict=True)
+    ]
     return tuple((index, count) for index, count in enumerate(counts) if count > 1)
 
 

@@ -94,7 +94,7 @@ def load_of(
         start,
         boundary,
         tuple(plan.pages(block_ids[g], g, start, last) for g in plan.attention),
-        tuple(plan.state_block(block_ids[g], g, last) for g in plan.states),
+        tuple(plan.state_block(block_ids[g], g, end) for g in plan.states),
         tuple(
             tuple(block_ids[window.group][window.first(start, boundary) : boundary])
             for window in plan.windows

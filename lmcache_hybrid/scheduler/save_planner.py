@@ -165,7 +165,7 @@ class SavePlanner:
             return [], offers
         block_ids = block_state.get_block_ids(tracker.request.request_id)
         assert block_ids is not None
-        blocks = ((g, self._plan.state_block(block_ids[g], g, boundary)) for g in self._plan.states)
+        blocks = ((g, self._plan.state_block(block_ids[g], g, computed)) for g in self._plan.states)
         return [], [*offers, *((group, block, computed) for group, block in blocks)]
 
     # What is stored

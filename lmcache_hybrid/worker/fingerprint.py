@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm.envs as envs
 import xxhash
+from vllm.distributed.parallel_state import get_dcp_world_size_and_rank
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.drafts import hash_look_ahead
@@ -177,14 +178,21 @@ def _facts(
         "world": (parallel.world_size, parallel.rank),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
-        "context_parallel": (
-            parallel.prefill_context_parallel_size,
-            parallel.decode_context_parallel_size,
-        ),
+        "context_parallel": _context_parallel(parallel),
         "speculative": _speculative(vllm_config),
         "lora": _lora(vllm_config),
         "multimodal": _multimodal(model),
     }
+
+
+def _context_parallel(parallel: Any) -> tuple:
+    """Say which tokens of an attention block this rank holds."""
+    sizes = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    if parallel.decode_context_parallel_size == 1:
+        return sizes
+    # vLLM may copy the second setting, which is deprecated, to the first one.
+    turns = parallel.cp_kv_cache_interleave_size, parallel.dcp_kv_cache_interleave_size
+    return *sizes, *get_dcp_world_size_and_rank(), *turns, parallel.dcp_comm_backend
 
 
 def _model(model: Any) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class SimEngine:
             keep_share=KEEP_SHARE,
         )
         block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
-        self.plan: GroupPlan = plan_groups(kv_cache_config).with_unit(self.hash_size)
+        self.plan: GroupPlan = plan_groups(kv_cache_config, setup.dcp).with_unit(self.hash_size)
         look_ahead = getattr(config, "num_hash_lookahead_tokens", 0)  # since vLLM 0.33
         self._look_ahead = {"num_hash_lookahead_tokens": look_ahead} if look_ahead else {}
         self._hasher = get_request_block_hasher(self.hash_size, sha256_cbor, **self._look_ahead)
@@ -182,6 +182,7 @@ class SimEngine:
                 layers=setup.layers(rank),
                 wide=setup.wide,
                 optimistic=setup.overlap and setup.drafts > 0,
+                context=(setup.dcp, rank % setup.dcp, setup.interleave),
             )
             for rank in range(setup.ranks)
         ]

@@ -77,6 +77,8 @@ class ToyRank:
         resumed: requests that arrived as new ones after a preemption.
         layers: names by group; a pipeline stage may have none of a group.
         wide: groups whose blocks have so many times as many tokens.
+        context: ranks that share an attention block's tokens, this one's place among them, and how
+            many tokens it holds in turn (decode context parallelism).
         optimistic: steps are scheduled before it is known how many drafts the last one accepted,
             as the V2 runner corrects in its own counts.
         wrong_save: of a step's saves, the first that copied other bytes than its key says.
@@ -99,6 +101,7 @@ class ToyRank:
     resumed: int = 0
     layers: list[list[str]] = field(default_factory=list)
     wide: dict[int, int] = field(default_factory=dict)
+    context: tuple[int, int, int] = (1, 0, 1)
     optimistic: bool = False
     wrong_save: WrongBytes | None = None
     requests: dict[str, _Running] = field(default_factory=dict)
@@ -142,7 +145,7 @@ class ToyRank:
         return caches
 
     def _size(self, group: int) -> int:
-        """Tokens in a block of an attention or window group."""
+        """Tokens of a rank in a block of an attention or window group."""
         return self.block_size * self.wide.get(group, 1)
 
     def _held(self, groups: Iterable[int]) -> list[int]:
@@ -313,27 +316,42 @@ class ToyRank:
     def _attend(self, request_id: str, group: int, start: int, end: int, right: int) -> None:
         """Check what the token at ``start`` sees, write [start, right), and rubbish to ``end``."""
         request, size = self.requests[request_id], self._size(group)
+        span = size * self.context[0]
         seen = max(0, start + 1 - self.windows[group]) if group in self.windows else 0
-        first = seen // size
-        ids = np.array(request.block_ids[group][first : -(-end // size)])
+        first = seen // span
+        ids = np.array(request.block_ids[group][first : -(-end // span)])
         assert ids.all(), "an attention page in the null block"
-        expected = request.truth.hashes(end)[first * size :] ^ self._mix[group]
-        seen, start, right, end = (n - first * size for n in (seen, start, right, end))
+        tokens, slots = self._own(first * span, end, size)
+        expected = request.truth.hashes(end)[tokens] ^ self._mix[group]
+        seen, start, right = np.searchsorted(tokens, (seen, start, right))
 
         def attend() -> None:
-            held = self.pages[ids, :size].reshape(-1)
+            pages = self.pages[ids, :size].reshape(-1)
+            held = pages[slots]
             if not np.array_equal(held[seen:start], expected[seen:start]):
                 wrong = seen + int(np.argmin(held[seen:start] == expected[seen:start]))
                 raise WrongBytes(
                     f"{request_id} rank {self.rank} attention group {group}: token "
-                    f"{first * size + wrong} of {first * size + start} in block "
-                    f"{ids[wrong // size]}"
+                    f"{tokens[wrong]} in block {ids[slots[wrong] // size]}"
                 )
             held[start:right] = expected[start:right]
-            held[right:end] = RUBBISH
-            self.pages[ids, :size] = held.reshape(-1, size)
+            held[right:] = RUBBISH
+            pages[slots] = held
+            self.pages[ids, :size] = pages.reshape(-1, size)
 
         self._queue(attend)
+
+    def _own(self, first: int, end: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the tokens [first, end) this rank holds, and in which slot behind ``first``.
+
+        As ``ComputeSlotMappingKernel`` of ``vllm/v1/worker/block_table.py``.
+        """
+        ranks, own, turn = self.context
+        tokens = np.arange(first, end)
+        blocks, offsets = np.divmod(tokens - first, size * ranks)
+        slots = blocks * size + offsets // (ranks * turn) * turn + offsets % turn
+        mine = offsets // turn % ranks == own
+        return tokens[mine], slots[mine]
 
     def _compress(self, request_id: str, group: int, start: int, end: int, right: int) -> None:
         """Check the tokens before ``start`` that are not compressed yet; write like _attend."""

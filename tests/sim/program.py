@@ -23,6 +23,7 @@ TRUNKS = [random.Random(seed).choices(range(VOCABULARY), k=400) for seed in rang
 SALTS = ("", "", "", "tenant")
 # One token of five ends a part of a session, and some requests.
 STOPS = range(0, VOCABULARY, 5)
+SPREAD = "states loaded beside a part of each block's tokens"
 
 
 @dataclass
@@ -54,6 +55,11 @@ def setups(draw) -> Setup:
     ranks = draw(st.sampled_from((1, 1, 2, 3, 4)))
     # Only the ranks of one stage hold pages alike, and here each stage is one rank.
     stages = ranks > 1 and not drafts and "m" not in attention and draw(st.booleans())
+    dcp = draw(st.sampled_from((1, 1, 2, 2, 3)))
+    if drafts or windows or scratch or stages:
+        dcp = 1
+    elif dcp > 1:
+        ranks = dcp * draw(st.integers(1, 4 // dcp))
     return Setup(
         groups=groups,
         ranks=ranks,
@@ -65,14 +71,14 @@ def setups(draw) -> Setup:
         seqs=draw(st.integers(1, 5)),
         # vLLM keeps hits off tokens that are not compressed yet.
         hash_size=max(RATIO * scratch, draw(st.sampled_from(UNITS[junctions]))),
-        retention=draw(st.sampled_from((0, 0, None, 2 * N))),
+        retention=draw(st.sampled_from((0, 0, None, 2 * N * dcp))),
         drafts=drafts,
         mtp=junctions or (drafts > 0 and draw(st.booleans())),
         # vLLM's V1 runner does not schedule ahead of a pipeline, and the toy one not of drafts.
         overlap=not (runner == "v1" and (stages or drafts)) and draw(st.booleans()),
         priority=draw(st.booleans()),
-        load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))),
-        checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))) * (1 + wide),
+        load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))) * dcp,
+        checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))) * (1 + wide) * dcp,
         chunk_ends=draw(st.booleans()),
         share=draw(st.booleans()),
         save_decode=draw(st.booleans()),
@@ -89,6 +95,8 @@ def setups(draw) -> Setup:
         waiting=draw(st.sampled_from((0, 1, 16))),
         old_hashes=drafts > 0 and draw(st.booleans()),
         marked=draw(st.booleans()),
+        dcp=dcp,
+        interleave=draw(st.sampled_from((1, 2, N))),
     )
 
 
@@ -184,6 +192,7 @@ class Run:
                     "saves skipped": worker.skipped_saves.total(),
                     "checkpoints inside a chunk": rank.checkpoints,
                     "resumed as new requests": rank.resumed,
+                    SPREAD: worker.loaded_states * (engine.setup.dcp > 1),
                 }
             )
         if engine.setup.device:

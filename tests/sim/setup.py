@@ -64,6 +64,8 @@ class Setup:
             layer of a group.
         waiting: records in RAM of which waiting requests may pin half; 0 for no bound.
         old_hashes: ``disable_lookahead_block_hashes``, which vLLM has since 0.33.
+        dcp: ranks that share an attention block's tokens (decode context parallelism), so many
+            in turn as ``interleave`` says.
         marked: the first attention group is known as that of MTP's layers; if not, vLLM takes
             every group for it.
     """
@@ -98,6 +100,8 @@ class Setup:
     waiting: int = 0
     old_hashes: bool = False
     marked: bool = True
+    dcp: int = 1
+    interleave: int = 1
 
     def layers(self, rank: int) -> list[list[str]]:
         """Names of a rank's layers, by group."""
@@ -119,7 +123,7 @@ class Setup:
     @property
     def common(self) -> int:
         """Tokens between two boundaries: whole blocks of every group."""
-        return N * math.lcm(*self.wide.values())
+        return N * math.lcm(*self.wide.values()) * self.dcp
 
     @property
     def wide(self) -> dict[int, int]:
@@ -150,6 +154,11 @@ class Setup:
         if self.stages:
             config.parallel_config = copy.copy(config.parallel_config)
             config.parallel_config.pipeline_parallel_size = self.ranks
+        if self.dcp > 1:
+            config.parallel_config = parallel = copy.copy(config.parallel_config)
+            parallel.tensor_parallel_size = self.ranks
+            parallel.decode_context_parallel_size = self.dcp
+            parallel.cp_kv_cache_interleave_size = self.interleave
         if self.drafts:
             config.speculative_config = SpeculativeConfig(
                 method="ngram",

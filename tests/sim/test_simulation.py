@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, Phase
 
 from .offers import CHUNKS, JUNCTION, LOADS, MIXED, SHORT
-from .program import Run, Tally, programs
+from .program import SPREAD, Run, Tally, programs
 from .sessions import CUT_SHORT, NEXT
 from .setup import Setup
 from .shrunk import SHRUNK
@@ -75,6 +75,7 @@ MET = (
     CHUNKS,
     NEXT,
     CUT_SHORT,
+    SPREAD,
 )
 # Too rare for 50,000 steps; what a request hands off at its end is too rare for long runs, too, see
 # test_ends.py.

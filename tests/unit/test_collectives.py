@@ -96,11 +96,11 @@ def test_a_rank_that_refuses_in_its_constructor_leaves_no_other_waiting(config, 
 
     def start(rank: int) -> None:
         own = copy.deepcopy(config)
-        own.parallel_config.decode_context_parallel_size = 1 + rank
+        own.parallel_config.prefill_context_parallel_size = 1 + rank
         own.kv_transfer_config = transfer()
         LOADED.note(own.model_config, "weights")
         if rank == 1:
-            with pytest.raises(ConfigError, match="decode_context_parallel_size=2"):
+            with pytest.raises(ConfigError, match="prefill_context_parallel_size=2"):
                 HybridConnector(own, KVConnectorRole.WORKER, None)
             return
         with pytest.raises(UnknownWeightsError) as error:
@@ -108,7 +108,7 @@ def test_a_rank_that_refuses_in_its_constructor_leaves_no_other_waiting(config, 
         said.append(str(error.value))
 
     meeting.run(start)
-    assert said[0].startswith("on rank 1 it does not start: decode_context_parallel_size=2")
+    assert said[0].startswith("on rank 1 it does not start: prefill_context_parallel_size=2")
 
 
 def test_ranks_that_have_no_problem_start(config, meeting):

@@ -158,6 +158,25 @@ def test_scales_of_a_vision_tower_matter_by_their_content(tmp_path):
     assert found[0] == found[2] != found[1] != module._multimodal(media())
 
 
+def test_which_tokens_of_a_block_a_rank_holds_matters(made, monkeypatch):
+    """Without context parallelism nothing more is asked, so that records keep their names."""
+
+    def named(size: int, rank: int = 0, **settings) -> bytes:
+        config = copy.deepcopy(made)
+        config.parallel_config.decode_context_parallel_size = size
+        for name, value in settings.items():
+            setattr(config.parallel_config, name, value)
+        monkeypatch.setattr(module, "get_dcp_world_size_and_rank", lambda: (size, rank))
+        return of(config)
+
+    settings = "cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"
+    assert {named(1), *(named(1, rank=1, **{name: 4}) for name in settings)} == {of(made)}
+    found = [named(2), named(2, rank=1), named(4), named(4, rank=1)]
+    found += [named(2, **{name: 4}) for name in settings]
+    found.append(named(2, dcp_comm_backend="a2a"))
+    assert len({of(made), *found}) == 1 + len(found)
+
+
 def speculative(draft, tokens: int = 2, method: str = "ngram") -> SimpleNamespace:
     return SimpleNamespace(
         method=method, num_speculative_tokens=tokens, draft_model_config=draft, model=None

@@ -159,9 +159,49 @@ def test_a_record_has_all_blocks_up_to_its_boundary():
     ids = [10, 11, 12, 13, 14, 15, 16, 17, 18]
     assert plan.pages(ids, 1, 1, 3) == ((13, 14, 15), (16, 17, 18))
     assert plan.pages(ids, 0, 1, 3) == (11, 12)
-    assert [plan.state_block(ids, 2, at) for at in (1, 3, 4)] == [12, 18, 0]
-    assert plan.state_block(ids[:8], 2, 3) == 0
-    assert plan_groups(config(FULL, STATE)).state_block(ids, 1, 3) == 12
+    assert [plan.state_block(ids, 2, at * N) for at in (1, 3, 4)] == [12, 18, 0]
+    assert plan.state_block(ids[:8], 2, 3 * N) == 0
+    assert plan_groups(config(FULL, STATE)).state_block(ids, 1, 3 * N) == 12
+
+
+# Decode context parallelism
+
+
+def test_a_block_of_attention_spans_the_tokens_of_all_ranks_that_share_it():
+    plan = plan_groups(config(STATE, FULL, LATENT), dcp=2)
+    assert (plan.block_size, plan.state_tokens, plan.dcp) == (2 * N, N, 2)
+    assert (plan.attention, plan.states, plan.split) == ((1, 2), (0,), ((0, 2),))
+    assert [plan.blocks_per_record(group) for group in range(3)] == [1, 1, 1]
+    assert plan.replicated == (), "each rank has other tokens"
+    assert plan.pages([10, 11, 12], 1, 1, 3) == (11, 12)
+
+
+def test_vllm_hits_inside_a_block_that_ranks_share():
+    plan = plan_groups(config(FULL, STATE), dcp=2).with_unit(N)
+    assert plan.unit == N
+    ids = [0, 0, 12, 13]
+    assert [plan.state_block(ids, 1, at) for at in (3 * N, 4 * N, 5 * N)] == [12, 13, 0]
+    finer = plan.with_unit(N // 4)
+    assert finer.unit == N // 4
+    assert [finer.state_block(ids, 1, at) for at in (2 * N + 1, 3 * N - 1, 3 * N + 1)] == [
+        12,
+        12,
+        13,
+    ]
+    # Of blocks that are larger for another reason it does not, nor of several sizes.
+    big = dataclasses.replace(FULL, block_size=2 * N)
+    assert plan_groups(config(big, STATE)).with_unit(N).unit == 0
+    assert plan_groups(config(big, FULL, STATE), dcp=2).with_unit(N).unit == 0
+
+
+@pytest.mark.parametrize(
+    "spec", [WINDOW, CircularBufferSpec(**SHAPE), dataclasses.replace(FULL, dcp_sharded=False)]
+)
+def test_refuses_groups_that_ranks_do_not_share_like_attention(spec):
+    with pytest.raises(
+        ConfigError, match=r"^decode_context_parallel_size=2 with .* group 1, .*; set it to 1\.$"
+    ):
+        plan_groups(config(FULL, spec, STATE), dcp=2)
 
 
 @pytest.mark.parametrize(

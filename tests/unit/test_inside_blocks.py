@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Boundaries inside a block: what is stored there, asked for and loaded."""
 
+import dataclasses
+
 import pytest
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE
-from lmcache_hybrid.protocol.prefix import tail_keys
+from lmcache_hybrid.protocol.prefix import load_keys, tail_keys
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 
 from .helpers import PLAN, N, make_request, put
@@ -94,6 +96,39 @@ def test_the_last_token_is_computed():
     one, request = rig(), asked(2 * UNIT)
     holds(one, request, 2 * UNIT)
     assert one.admit(request) is None
+
+
+# Of two ranks that share the blocks of attention: N tokens in one of theirs, half in a state's.
+SHARED = dataclasses.replace(PLAN, dcp=2, split=tuple((g, 2) for g in STATES)).with_unit(N // 2)
+
+
+def shared_table() -> tuple[list[int], ...]:
+    """Blocks of 2 N tokens, by group."""
+    return tuple([20, 21] if g == 2 else [100 * g + i for i in range(1, 5)] for g in range(4))
+
+
+@pytest.mark.parametrize("end, entry", [(N // 2, 0), (N, 1), (N + N // 2, 2)])
+def test_a_state_goes_to_its_own_block_inside_one_that_ranks_share(end, entry):
+    one = Rig(plan=SHARED, hash_block_size=N // 2)
+    request = make_request(tokens=end + 1, hash_block_size=N // 2)
+    prefix = prefix_of(request, N, 2).with_inner(inner_hashes(request, (end,), SHARED))
+    for store in one.ranks.stores:
+        put(store, load_keys(prefix, 0, end // N, SHARED, end % N))
+    load = one.admit(request, tables=shared_table())
+    assert load.end(SHARED) == end
+    assert load.state_blocks == tuple(shared_table()[group][entry] for group in STATES)
+    assert load.attention_blocks == (tuple(shared_table()[2][: -(-end // N)]),)
+
+
+def test_a_page_that_ranks_share_is_stored_up_to_a_state_inside():
+    one, end = Rig(plan=SHARED, hash_block_size=N // 2), N + N // 2
+    request = make_request(tokens=end + 3, hash_block_size=N // 2)
+    one.match(request)
+    one.scheduler.update_state_after_alloc(request, shared_table(), 0)
+    offers = [(group, shared_table()[group][2], end) for group in STATES]
+    save = one.forward(request, end, offers, shared_table())
+    assert save.tails == ((end, (21,), tuple(block for _, block, _ in offers)),)
+    assert save.attention == ((0, (20,)),)
 
 
 def test_without_a_unit_nothing_is_asked_inside_a_block():

@@ -58,17 +58,18 @@ def test_stages_and_shards_are_served():
     check_parallelism(engine_config("qwen3_next"))
 
 
-@pytest.mark.parametrize(
-    "setting, reason, fix",
-    [
-        ("prefill_context_parallel_size", "a state needs all tokens", "--tensor-parallel-size"),
-        ("decode_context_parallel_size", "spans 2 times the tokens", "set it to 1"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_with_its_reason(setting, reason, fix):
-    message = refused(**{setting: 2})
-    assert message.startswith(f"{setting}=2 ") and reason in message and fix in message
-    assert not refused(**{setting: 1})
+def test_prompts_that_are_split_over_ranks_are_refused():
+    message = refused(prefill_context_parallel_size=2)
+    assert message.startswith("prefill_context_parallel_size=2 ")
+    assert "a state needs all tokens" in message and "--tensor-parallel-size" in message
+    assert not refused(prefill_context_parallel_size=1)
+
+
+def test_blocks_that_ranks_share_are_served_without_a_drafter():
+    assert not refused(decode_context_parallel_size=2, tensor_parallel_size=4)
+    message = refused(decode_context_parallel_size=2, drafts=True)
+    assert message.startswith("decode_context_parallel_size=2 with --speculative-config ")
+    assert not refused(decode_context_parallel_size=1, drafts=True)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +143,8 @@ def test_a_worker_knows_its_place(worker, tmp_path):
     )
     assert folder == f"{tmp_path}/dp1"
     assert (ADAPTERS.rank, ADAPTERS.ranks, ADAPTERS.stages) == (3, 4, 2)
-    with pytest.raises(ConfigError, match="decode_context_parallel_size=2"):
-        worker(decode_context_parallel_size=2)
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size=2"):
+        worker(prefill_context_parallel_size=2)
 
 
 def test_lmcache_counts_a_layer_on_a_stage_without_attention():

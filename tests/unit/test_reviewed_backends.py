@@ -110,14 +110,14 @@ ENVIRONMENT = {
     "VLLM_GDN_DECODE_KERNEL": _SUMS,
     "VLLM_KV_CACHE_LAYOUT": "shows in the order of strides",
     "VLLM_ROCM_AITER_MLA_ASM_PADDING": "pads queries",
-    "VLLM_ROCM_AITER_MLA_DCP_VERIFY": "context parallelism is refused",
+    "VLLM_ROCM_AITER_MLA_DCP_VERIFY": "of drafts, which are refused beside context parallelism",
     "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": "room",
     "VLLM_SSM_CONV_STATE_LAYOUT": "counts as the conv layout",
     "VLLM_TRITON_USE_TD": _READS,
     "VLLM_TUNED_CONFIG_FOLDER": _SUMS,
-    "VLLM_USE_DIRECT_DCP_A2A": "context parallelism is refused",
-    "VLLM_USE_DIRECT_DCP_KV_GATHER": "context parallelism is refused",
-    "VLLM_USE_DIRECT_DCP_Q_GATHER": "context parallelism is refused",
+    "VLLM_USE_DIRECT_DCP_A2A": "how ranks talk",
+    "VLLM_USE_DIRECT_DCP_KV_GATHER": "how ranks talk",
+    "VLLM_USE_DIRECT_DCP_Q_GATHER": "how ranks talk",
     "VLLM_USE_NCCL_SYMM_MEM": "how ranks talk",
 }
 OPTIONAL = {

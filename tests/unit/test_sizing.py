@@ -383,6 +383,26 @@ def test_the_list_for_scripts():
         (["qwen/Qwen3-Next-80B-A3B-Instuct"], "did you mean Qwen/Qwen3-Next-80B-A3B-Instruct?"),
         (["Qwen3.6-27B", "--speculative-config", "mtp"], "'mtp' is not a JSON object"),
         (["Qwen3.6-27B", "--speculative-config", '{"model": "x"}'], 'add "method", such as "mtp"'),
+        (
+            ["Qwen3.6-27B", "--tp", "8", "--decode-context-parallel-size", "4"],
+            "--decode-context-parallel-size 4 does not fit --tp 8: 2 ranks have the same",
+        ),
+        (
+            ["Kimi-K3", "--tp", "8", "--decode-context-parallel-size", "3"],
+            "--decode-context-parallel-size 3 does not fit --tp 8",
+        ),
+        (
+            [
+                *"Qwen3.6-27B --tp 8 --decode-context-parallel-size 2".split(),
+                "--speculative-config",
+                '{"method": "mtp", "num_speculative_tokens": 1}',
+            ],
+            "--decode-context-parallel-size 2 is refused with a drafter",
+        ),
+        (
+            "Kimi-K3 --tp 8 --decode-context-parallel-size 2 --checkpoint-tokens 1000".split(),
+            "--checkpoint-tokens 1000 is not a multiple of 2 N=",
+        ),
         (["/no/such/folder"], "MODEL '/no/such/folder' does not exist"),
         ([], "name a MODEL"),
         ([__file__], "cannot be read"),
@@ -431,6 +451,32 @@ def test_what_each_of_several_hosts_needs():
     assert "host" not in run("Qwen3.5-397B-A17B", "--tp", "16").output
     refused = run("Qwen3.5-397B-A17B", "--tp", "16", "--nnodes", "3")
     assert refused.exit_code == 2 and "--nnodes 3 does not divide --tp 16" in refused.output
+
+
+def test_ranks_that_share_blocks():
+    """Qwen3.6-27B has four KV heads: two of eight ranks hold the same one."""
+    words = ("Qwen3.6-27B", "--tp", "8", "--context", "64k")
+    shared = (*words, "--decode-context-parallel-size", "2")
+    one, two = (json.loads(run(*each, "--json").output) for each in (words, shared))
+    n = one["block_size"]
+    assert two["block_size"] == n and two["decode_context_parallel"] == 2
+    assert two["attention_bytes_per_block"] == one["attention_bytes_per_block"]
+    assert (one["ranks_per_kv_head"], two["ranks_per_kv_head"]) == (2, 1)
+    # Half as many blocks, and a state for the last multiple of N besides that of 2 N.
+    blocks, states = one["attention_bytes_per_block"], one["state_bytes_per_boundary"]
+    last = json.loads(run(*shared, "--checkpoint-tokens", "0", "--json").output)
+    assert last["bytes_per_prompt"] == (64_000 // (2 * n) + 1) * blocks + 2 * states
+    assert [row["tokens"] for row in two["units"]][0] == n
+    printed = " ".join(run(*shared).output.split())
+    assert f"it has 2 N = {2 * n} tokens, and prompts hit at multiples of {n}." in printed
+    assert "--decode-context-parallel-size 2" in printed
+    latent = [
+        group["replicated"]
+        for group in json.loads(
+            run("Kimi-K3", "--tp", "8", "--decode-context-parallel-size", "8", "--json").output
+        )["groups_per_rank"]
+    ]
+    assert not any(latent), "each rank has other tokens"
 
 
 def test_what_a_drafter_costs_each_hit():

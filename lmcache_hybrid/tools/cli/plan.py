@@ -19,7 +19,7 @@ from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.sizes import GIB, MIB
 from lmcache_hybrid.tools.cli.terminal import check_model
 from lmcache_hybrid.tools.sizing import catalogue
-from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, compute
+from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, Sizes, compute
 from lmcache_hybrid.tools.sizing.plan import NETWORK_RATE, RAM_RATE, plan_of
 from lmcache_hybrid.tools.sizing.shape import ModelShape
 from lmcache_hybrid.tools.sizing.sharing import MAX_CLIENTS, SHARE, Sharing
@@ -100,6 +100,15 @@ CheckpointOption = Annotated[
         "lmcache.hybrid_checkpoint_tokens: chunk, T, or 0 for the last boundary only.", checkpoints
     ),
 ]
+SharedOption = Annotated[
+    int,
+    typer.Option(
+        "--decode-context-parallel-size",
+        help="vLLM's: ranks that share each attention block's tokens, with --tp beyond the "
+        "key/value heads.",
+        min=1,
+    ),
+]
 UnitOption = Annotated[int, _tokens("vLLM's --prefix-match-unit; 0: not set.")]
 NodesOption = Annotated[
     int, typer.Option(help="vLLM's: hosts of one engine, with equally many ranks.", min=1)
@@ -158,6 +167,7 @@ def plan(
     checkpoint_tokens: CheckpointOption = CHUNK_ENDS,
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
     nnodes: NodesOption = 1,
+    dcp: SharedOption = 1,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
     ssm_dtype: Annotated[str, typer.Option(help="vLLM's --mamba-ssm-cache-dtype.")] = "auto",
@@ -187,26 +197,24 @@ def plan(
     if list_models:
         return _list_models(Console(), where, markdown, as_json)
     sized = partial(
-        compute, tp=tp, kv_dtype=kv_cache_dtype, ssm_dtype=ssm_dtype, block_size=block_size
+        compute, tp=tp, kv_dtype=kv_cache_dtype, ssm_dtype=ssm_dtype, block_size=block_size, dcp=dcp
     )
     try:
         name, shape, hub_name = _find(model, dtype, tp, nnodes)
         sizes = sized(shape, where)
         hopper = sizes if platform == "cpu" else sized(shape, where.with_gdn_prefill("flashinfer"))
         work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit, step_tokens)
-        work.check(sizes.block_size)
-        lost = planned(drafts, work.unit or sizes.block_size) if drafts else {}
+        work, lost = _checked(work, sizes, drafts)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    nets = shape.has_delta_nets and platform == "gpu"
     made = plan_of(
         name,
         shape,
         where,
         sizes,
         work,
-        raised=sizes.block_size > (block_size or where.block_size),
-        hopper=hopper.block_size,
+        raised=sizes.state_tokens > (block_size or where.block_size),
+        hopper=hopper.state_tokens,
         prefill_rate=prefill_rate,
         load_rates={"ram": ram_rate * GIB, "network": network_rate * GIB},
         backends=[each.value for each in backend or BackendName],
@@ -216,19 +224,36 @@ def plan(
             {
                 "--tensor-parallel-size": (tp, 1),
                 "--nnodes": (nnodes, 1),
+                "--decode-context-parallel-size": (dcp, 1),
                 "--dtype": (dtype, "auto"),
                 "--kv-cache-dtype": (kv_cache_dtype, "auto"),
                 "--mamba-ssm-cache-dtype": (ssm_dtype, "auto"),
                 "--block-size": (block_size, 0),
                 "--prefix-match-unit": (prefix_match_unit, 0),
                 "--max-num-batched-tokens": (step_tokens, 8192),
-                "--gdn-prefill-backend": (where.gdn_prefill if nets else "triton", "triton"),
+                "--gdn-prefill-backend": (_gdn_prefill(shape, where, platform), "triton"),
                 "--speculative-config": (json.dumps(drafts) if drafts else "", ""),
             }
         ),
         shared_by=Sharing(engines, requests_per_second, hit_share, store_rate * GIB),
     )
     _show(made, as_json, shape.model_type, hub_name)
+
+
+def _checked(
+    work: Workload, sizes: Sizes, drafts: dict[str, Any] | None
+) -> tuple[Workload, dict[str, str]]:
+    """Return the workload with vLLM's U, and what hits lose to a drafter, by release.
+
+    Raises:
+        ConfigError: what was asked for does not fit the sizes.
+    """
+    if sizes.dcp > 1 and drafts:
+        raise ConfigError(f"--decode-context-parallel-size {sizes.dcp} is refused with a drafter.")
+    if sizes.dcp > 1 and not work.unit:
+        work = dataclasses.replace(work, unit=sizes.state_tokens)
+    work.check(sizes.block_size, sizes.dcp)
+    return work, planned(drafts, work.unit or sizes.block_size) if drafts else {}
 
 
 def _find(model: str | None, dtype: str, tp: int, hosts: int) -> tuple[str, ModelShape, str]:
@@ -277,6 +302,10 @@ def _platform(name: PlatformName, kernel_block: int, gdn_prefill: GdnPrefill) ->
     )
 
 
+def _gdn_prefill(shape: ModelShape, where: Platform, platform: PlatformName) -> str:
+    return where.gdn_prefill if shape.has_delta_nets and platform == "gpu" else "triton"
+
+
 def _list_models(console: Console, platform: Platform, markdown: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(catalogue.figures(platform), indent=1))
@@ -311,7 +340,7 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
         console.print(
             f"vLLM 0.33 on Hopper or newer makes it {hopper}: --gdn-prefill-backend flashinfer"
         )
-    console.print()
+    _print_shared(console, made)
     rows = [
         [str(index), group["kind"], str(group["layers"]), _mib(group["bytes"])]
         for index, group in enumerate(made["groups_per_rank"])
@@ -383,6 +412,15 @@ def _print_what_to_write(console: Console, made: dict[str, Any], served: str) ->
         console.print(f"For another store: --backend {'|'.join(others)}")
     console.print()
     print(as_typed(made["backends"][first]["write"], served))
+
+
+def _print_shared(console: Console, made: dict[str, Any]) -> None:
+    if (dcp := made["decode_context_parallel"]) > 1:
+        console.print(
+            f"{dcp} ranks share each attention block: it has {dcp} N = {dcp * made['block_size']} "
+            f"tokens, and prompts hit at\nmultiples of {made['workload']['unit']}."
+        )
+    console.print()
 
 
 def _backends(made: dict[str, Any]) -> Table:

@@ -56,7 +56,7 @@ class Model:
         window_bytes: of all window pages of one block.
         state_bytes: of all states at one boundary.
         largest: bytes of the largest group's block, the largest payload of a record.
-        unit: ``--prefix-match-unit``, 0 where it is not set.
+        unit: ``--prefix-match-unit``, 0 where it is not set; with ``dcp`` a state's block then.
         whole: whether it hits at multiples of N only, whatever the unit.
         ranks: ``--tensor-parallel-size``.
         longest: ``max_model_len`` in tokens.
@@ -67,6 +67,7 @@ class Model:
         drafts: what hits lose beside the drafter and why, in a sentence; empty if nothing.
         local_ranks: of one engine on this machine, pipeline stages included.
         hosts: over which vLLM spreads the ranks of one engine.
+        dcp: ``--decode-context-parallel-size``; N is then a state's block times that.
     """
 
     served: bool
@@ -89,6 +90,7 @@ class Model:
     drafts: str = ""
     local_ranks: int = 1
     hosts: int = 1
+    dcp: int = 1
 
     def suggested_unit(self, wanted: int = 64) -> int:
         """Return the best ``--prefix-match-unit``; 0 for none, or if a GPU would refuse it."""
@@ -142,7 +144,7 @@ def read_model(arguments: "EngineArgs") -> Model:
     if not is_served(groups):
         return Model(False)
     try:
-        plan = plan_groups(groups)
+        plan = plan_groups(groups, parallel.decode_context_parallel_size)
     except ConfigError as failure:
         raise ModelError(str(failure)) from failure
     sizes = [
@@ -150,6 +152,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         for index, group in enumerate(groups.kv_cache_groups)
     ]
     windows = tuple(window.group for window in plan.windows)
+    unit = unit or plan.with_unit(plan.state_tokens).unit  # as vLLM, where ranks share blocks
     hits_at = plan.with_unit(unit or plan.block_size).unit or plan.block_size
     return Model(
         True,
@@ -172,6 +175,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         (plan.states and why_hits_are_shorter(config, hits_at)) or "",
         here,
         hosts,
+        plan.dcp,
     )
 
 
@@ -189,6 +193,7 @@ def refused(model: str, failure: Exception) -> ModelError:
 # Of vLLM's flags: the one of `lmcache-hybrid plan` for it, and the value that says nothing.
 _PLAN_FLAGS = {
     "tensor_parallel_size": ("--tp", 1),
+    "decode_context_parallel_size": ("--decode-context-parallel-size", 1),
     "dtype": ("--dtype", "auto"),
     "kv_cache_dtype": ("--kv-cache-dtype", "auto"),
     "mamba_ssm_cache_dtype": ("--ssm-dtype", "auto"),

@@ -90,6 +90,8 @@ def _device(model: Model) -> Finding:
 def _unit(model: Model) -> Finding:
     """Report N, and U if hits may end inside a block."""
     size, unit = model.block_size, model.unit
+    if model.dcp > 1:
+        return _shared_unit(model)
     other = model.suggested_unit()
     if not unit:
         better = (
@@ -125,6 +127,19 @@ def _unit(model: Model) -> Finding:
             f"For a GPU choose U with lmcache-hybrid plan {model.plan}.",
         )
     return ok("block size", f"{message}.")
+
+
+def _shared_unit(model: Model) -> Finding:
+    """Report N and U where ranks share the blocks of attention."""
+    size, unit, n = model.block_size, model.unit, model.block_size // model.dcp
+    if unit and n % unit:
+        message = f"--prefix-match-unit {unit} does not divide this model's block size {n}."
+        return error("block size", message, "Leave it out.")
+    return ok(
+        "block size",
+        f"N is {n} tokens, and {model.dcp} ranks share each attention block of {size}: prompts of "
+        f"{(unit or size) + 1} tokens and more hit, at multiples of {unit or size}.",
+    )
 
 
 def _for_gpus(model: Model) -> str:

@@ -74,11 +74,13 @@ class Sizes:
     """vLLM's sizes for a model, per rank.
 
     Attributes:
-        block_size: N in tokens, "Setting attention block size to N tokens".
+        block_size: tokens of an attention block: N, "Setting attention block size to N tokens",
+            or ``dcp`` times N.
         token_bytes: one layer's keys and values of one token.
         state_bytes: one layer's state, without padding.
         groups: in vLLM's order.
         tp: ranks.
+        dcp: ranks that share a block's tokens (decode context parallelism).
     """
 
     block_size: int
@@ -86,6 +88,12 @@ class Sizes:
     state_bytes: int
     groups: tuple[Group, ...]
     tp: int
+    dcp: int = 1
+
+    @property
+    def state_tokens(self) -> int:
+        """N: tokens of a state's block, and of an attention block on one rank."""
+        return self.block_size // self.dcp
 
     def per_rank(self, kind: str) -> int:
         """Return the bytes of one block's attention, or one boundary's states, on one rank."""
@@ -104,14 +112,16 @@ def compute(
     kv_dtype: str = "auto",
     ssm_dtype: str = "auto",
     block_size: int = 0,
+    dcp: int = 1,
 ) -> Sizes:
     """Compute sizes as vLLM does at start-up.
 
     Args:
         block_size: the user's ``--block-size``, 0 for the platform's default.
+        dcp: ``--decode-context-parallel-size``.
 
     Raises:
-        ConfigError: a dtype that cannot be sized, or a ``tp`` that does not divide.
+        ConfigError: a dtype that cannot be sized, or a ``tp`` or ``dcp`` that does not divide.
     """
     kv_dtype = shape.kv_dtype if kv_dtype == "auto" else kv_dtype
     if ssm_dtype == "auto":
@@ -121,6 +131,7 @@ def compute(
         raise ConfigError(
             f"--tp {tp} does not fit {heads} key/value heads; choose a divisor or a multiple."
         )
+    _check_shared(dcp, tp, tp if shape.attention.latent else tp // heads)
     # First: "auto" of the other two is often this one.
     conv = shape.recurrent.conv_elements(tp) * _bytes_of("--dtype", shape.dtype, STATE_DTYPES)
     token = shape.attention.elements(tp) * _bytes_of("--kv-cache-dtype", kv_dtype, DTYPE_BYTES)
@@ -131,10 +142,25 @@ def compute(
     n = unified_block_size(token, state, platform, block_size, latent, multiple)
     size = {ATTENTION: n * token, STATE: state}
     groups = tuple(
-        Group(kind, layers, layers * size[kind], latent and kind == ATTENTION)
+        Group(kind, layers, layers * size[kind], latent and kind == ATTENTION and dcp == 1)
         for kind, layers in grouped(shape.kinds)
     )
-    return Sizes(n, token, state, groups, tp)
+    return Sizes(n * dcp, token, state, groups, tp, dcp)
+
+
+def _check_shared(dcp: int, tp: int, alike: int) -> None:
+    """Raise ConfigError where vLLM lets no ``dcp`` ranks share a block.
+
+    vLLM: ``ModelConfig.verify_with_parallel_config``, ``ParallelConfig``.
+
+    Args:
+        alike: ranks that compute the same keys and values.
+    """
+    if dcp > 1 and (dcp > alike or tp % dcp):
+        raise ConfigError(
+            f"--decode-context-parallel-size {dcp} does not fit --tp {tp}: {alike} ranks have the "
+            "same key/value heads; choose a divisor of --tp that is no larger."
+        )
 
 
 def _bytes_of(option: str, dtype: str, known: Collection[str]) -> int:

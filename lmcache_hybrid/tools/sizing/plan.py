@@ -54,12 +54,14 @@ def plan_of(
         flags: vLLM's flags for these sizes, name and value in turn.
         shared_by: the engines of one store; its figures are None for no engine.
     """
-    n, heads = sizes.block_size, shape.attention.heads
+    n, heads = sizes.block_size, shape.attention.heads * sizes.dcp
     return {
         "model": model,
         "platform": platform.name,
         "dtypes": {"weights": shape.dtype},
-        "block_size": n,
+        "block_size": sizes.state_tokens,
+        # Ranks that share an attention block, which has so many times N tokens.
+        "decode_context_parallel": sizes.dcp,
         "block_size_is_logged": raised,
         "block_size_with_flashinfer_prefill": hopper,
         # Ranks that hold and store the same KV head; not of latent attention.
@@ -75,7 +77,10 @@ def plan_of(
         "bytes_per_prompt": storage.bytes_of_one(sizes, work),
         "backends": {name: _backend(name, sizes, work, flags, hosts) for name in backends},
         "checkpoints": [_checkpoint(sizes, work, tokens) for tokens in _intervals(work, n)],
-        "units": [_unit(sizes, work, unit, prefill_rate, load_rates) for unit in _units(work, n)],
+        "units": [
+            _unit(sizes, work, unit, prefill_rate, load_rates)
+            for unit in _units(work, sizes.state_tokens)
+        ],
         "lost_to_drafts": dict(lost),
         "rates": {"prefill_tokens": prefill_rate, "load_bytes": dict(load_rates)},
         "one_store": sharing.demand(sizes, work, shared_by) if shared_by.engines else None,

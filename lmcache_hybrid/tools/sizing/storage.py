@@ -91,18 +91,21 @@ class Workload:
             return chunk_tokens(self.step_tokens, block_size)
         return self.checkpoint
 
-    def check(self, block_size: int) -> None:
-        """Raise ConfigError if T or U does not fit N, or ``shared`` is too large."""
-        if self.unit and block_size % self.unit:
-            nearest = suggested_unit(block_size, self.unit)
+    def check(self, block_size: int, dcp: int = 1) -> None:
+        """Raise ConfigError if T or U does not fit, or ``shared`` is too large.
+
+        Args:
+            block_size, dcp: see :class:`.blocks.Sizes`.
+        """
+        n, times = block_size // dcp, f"{dcp} N" if dcp > 1 else "N"
+        if self.unit and n % self.unit:
+            nearest = suggested_unit(n, self.unit)
             fix = f"use {nearest}" if nearest else "leave it out"
-            raise ConfigError(
-                f"--prefix-match-unit {self.unit} does not divide N={block_size}; {fix}."
-            )
+            raise ConfigError(f"--prefix-match-unit {self.unit} does not divide N={n}; {fix}.")
         if isinstance(self.checkpoint, int) and self.checkpoint % block_size:
             nearest = max(1, round(self.checkpoint / block_size)) * block_size
             raise ConfigError(
-                f"--checkpoint-tokens {self.checkpoint} is not a multiple of N={block_size}; "
+                f"--checkpoint-tokens {self.checkpoint} is not a multiple of {times}={block_size}; "
                 f"use {nearest}."
             )
         if self.shared > self.context:

@@ -59,11 +59,14 @@ READ = (
         _CONFIG,
         "ParallelConfig",
         "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
-        "data_parallel_index data_parallel_size nnodes_within_dp use_ray",
+        "data_parallel_index data_parallel_size nnodes_within_dp use_ray "
+        "cp_kv_cache_interleave_size dcp_kv_cache_interleave_size dcp_comm_backend",
     ),
+    Hook(_STATE, "get_dcp_world_size_and_rank", ()),
     *attributes(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens target_model_config"),
     *attributes(_SPECS, "AttentionSpec", "num_kv_heads head_size max_tp_shards"),
     Hook(_SPECS, "KVCacheSpec.prefix_cacheable"),
+    Hook(_SPECS, "KVCacheSpec.dcp_sharded"),
     *attributes(_MAMBA, "MambaBase", "get_state_shape get_state_dtype kv_cache get_attn_backend"),
     *attributes(_LAYER, "Attention", "attn_backend kv_cache kv_cache_dtype"),
     # lmcache_hybrid/worker/page_facts.py

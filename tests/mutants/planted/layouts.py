@@ -83,8 +83,8 @@ MISTAKES = {
             "ids[max(0, at * count - 1) :][:count]) for at",
         ),
         "a state is put where a boundary of larger blocks would be": (
-            "        at = boundary * self.blocks_in(group) - 1\n",
-            "        at = boundary - 1\n",
+            "        at = -(-tokens * self.blocks_in(group) // self.block_size) - 1\n",
+            "        at = -(-tokens // self.block_size) - 1\n",
         ),
         "blocks of several sizes are served beside windows": (
             "        served &= not windows and {",
@@ -95,8 +95,8 @@ MISTAKES = {
             " for index in states} <= sizes",
         ),
         "hits inside a block are looked for beside blocks of several sizes": (
-            "not (self.windows or self.split)",
-            "not self.windows",
+            "uneven = self.split and (self.dcp == 1 or any(map(self._has_several, self.attention)))",
+            "uneven = False",
         ),
     },
     "lmcache_hybrid/tools/accept/compare.py": {

@@ -5,7 +5,14 @@ from tests.mutants.defect import each_of
 
 MISTAKES = {
     "lmcache_hybrid/config/parallel.py": {
-        "context parallelism is served": ("        if size > 1:\n", "        if size > 2:\n"),
+        "prompts that are split over ranks are served": (
+            '"prefill_context_parallel_size", 1)) > 1:',
+            '"prefill_context_parallel_size", 1)) > 2:',
+        ),
+        "a drafter beside decode context parallelism is served": (
+            "    if size > 1 and vllm_config.speculative_config:\n",
+            "    if size > 2 and vllm_config.speculative_config:\n",
+        ),
         "stages that never save are served": (
             "vllm_config.speculative_config and not vllm_config.use_v2_model_runner",
             "False",
@@ -27,6 +34,42 @@ MISTAKES = {
         "a stage counts the bytes of layers that other stages have": (
             "    names = group.layer_names if layers is None else layers\n",
             "    names = layers or specs\n",
+        ),
+        "a block that ranks share counts as if each had all of its tokens": (
+            "[spec.block_size * (dcp if spec.dcp_sharded else 1) for",
+            "[spec.block_size for",
+        ),
+        "groups that ranks share otherwise than attention are served": (
+            "        if dcp > 1 and not (",
+            "        if False and not (",
+        ),
+        "a drafter's layers that ranks do not share are taken for shared ones": (
+            'return kinds == {"attention"} and all(spec.dcp_sharded for spec in specs)',
+            'return kinds == {"attention"}',
+        ),
+        "latent pages of which each rank has other tokens are stored once": (
+            "            if dcp == 1 and all(map(_is_replicated, specs)):\n",
+            "            if all(map(_is_replicated, specs)):\n",
+        ),
+        "blocks that ranks share are hit as a whole only": (
+            "uneven = self.split and (self.dcp == 1 or any(",
+            "uneven = self.split and (True or any(",
+        ),
+    },
+    "lmcache_hybrid/scheduler/load_planner.py": {
+        "inside a block that ranks share the state goes to the block of its end": (
+            "plan.state_block(block_ids[g], g, end)",
+            "plan.state_block(block_ids[g], g, last * plan.block_size)",
+        ),
+    },
+    "lmcache_hybrid/worker/fingerprint.py": {
+        "how many tokens a rank holds in turn is not in a record's name": (
+            "    turns = parallel.cp_kv_cache_interleave_size, parallel.dcp_kv_cache_interleave_size\n",
+            "    turns = ()\n",
+        ),
+        "which tokens of a block a rank holds is not in a record's name": (
+            "*get_dcp_world_size_and_rank(), ",
+            "",
         ),
     },
     "lmcache_hybrid/worker/pages.py": {

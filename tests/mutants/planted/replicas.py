@@ -14,8 +14,8 @@ MISTAKES = {
             "    latent = spec.num_kv_heads == 1\n",
         ),
         "a group counts as equal for one of its layers": (
-            "            if all(map(_is_replicated, specs)):\n",
-            "            if any(map(_is_replicated, specs)):\n",
+            "            if dcp == 1 and all(map(_is_replicated, specs)):\n",
+            "            if dcp == 1 and any(map(_is_replicated, specs)):\n",
         ),
         "scratch is taken for a state": ('        return "scratch"\n', '        return "state"\n'),
         "scratch is taken for attention": (
@@ -27,7 +27,7 @@ MISTAKES = {
             "",
         ),
         "scratch whose blocks move vLLM's hits is accepted": (
-            "    served = common == math.lcm(*(spec.block_size for spec in specs))\n",
+            "    served = common == math.lcm(*every)\n",
             "    served = True\n",
         ),
     },
@@ -126,7 +126,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/sizing/blocks.py": {
-        "plan counts states once in shared stores": ("latent and kind == ATTENTION)", "latent)"),
+        "plan counts states once in shared stores": (
+            "latent and kind == ATTENTION and dcp == 1",
+            "latent and dcp == 1",
+        ),
     },
 }
 DEFECTS = each_of(MISTAKES)

@@ -19,6 +19,8 @@ from lmcache_hybrid.tools.doctor.options import (
 from lmcache_hybrid.tools.flags import parse_flags
 from lmcache_hybrid.tools.sizing.blocks import GDN_PREFILLS, PLATFORMS, compute
 from lmcache_hybrid.tools.sizing.shape import load_shape
+from lmcache_hybrid.tools.tiny_families import FAMILIES
+from lmcache_hybrid.tools.tiny_models import make_model
 
 from ..helpers import model
 from .findings import (
@@ -246,6 +248,33 @@ def test_parallelism_that_is_refused_is_told(monkeypatch):
     flags = "--tensor-parallel-size", "2", "--nnodes", "2"
     with pytest.raises(ModelError, match="^nnodes=2 needs lookups between hosts to be encrypted"):
         described(model("qwen3_next"), *flags)
+
+
+@pytest.mark.parametrize("unit", [0, 32, 48])
+def test_ranks_that_share_blocks(unit, tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES["qwen3_next"].config, "num_key_value_heads", 1)
+    one_head = make_model("qwen3_next", tmp_path / "one_head")
+    flags = ["--tensor-parallel-size", "2"]
+    apart = described(str(one_head), *flags)
+    n = apart.block_size
+    flags += ["--decode-context-parallel-size", "2"]
+    flags += ["--prefix-match-unit", str(unit)] if unit else []
+    shared = described(str(one_head), *flags)
+    assert (shared.block_size, shared.dcp, shared.unit) == (2 * n, 2, unit or n)
+    assert shared.attention_bytes == apart.attention_bytes
+    assert "--decode-context-parallel-size 2" in shared.plan
+    found = only(f for f in check_model(of(shared)) if f.check == "block size")
+    if n % shared.unit:
+        assert (
+            found.status == ERROR
+            and f"does not divide this model's block size {n}" in found.message
+        )
+    else:
+        assert found.status == OK
+        assert (
+            f"N is {n} tokens, and 2 ranks share each attention block of {2 * n}" in found.message
+        )
+        assert f"{shared.unit + 1} tokens and more hit" in found.message
 
 
 def test_vllm_is_asked_about_all_of_its_flags():
