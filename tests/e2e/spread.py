@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group
-from vllm.utils import cpu_triton_utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.worker import block_table
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
@@ -123,8 +123,9 @@ class SpreadAttention:
 
 
 def install() -> None:
-    """Replace vLLM's kernels in this process. Call before its platform registers them."""
-    cpu_triton_utils._compute_slot_mapping_kernel_impl = map_slots
+    """Replace vLLM's kernels in this process."""
+    kernel: Any = block_table.ComputeSlotMappingKernel.kernel  # vLLM's override of Triton's
+    kernel._impl = map_slots
     impl: Any = CPUAttentionBackendImpl
     begin = impl.__init__
 

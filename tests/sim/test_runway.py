@@ -327,7 +327,7 @@ def test_no_random_program_sees_wrong_bytes_beside_several_modules(modules):
         room = setup.blocks + 2 * setup.groups.count("s")
         overlap = setup.overlap and setup.runner != "v1"
         shape = dict(drafts=max(2, setup.drafts), mtp=True, blocks=room, overlap=overlap)
-        shape |= dict(stages=False, junctions=False, old_hashes=False)
+        shape |= dict(stages=False, junctions=False, old_hashes=False, dcp=1)
         Run(dataclasses.replace(setup, **shape), tally).play(operations)
 
     play()
