@@ -64,8 +64,8 @@ MISTAKES = {
     },
     "lmcache_hybrid/worker/fingerprint.py": {
         "how many tokens a rank holds in turn is not in a record's name": (
-            "    turns = parallel.cp_kv_cache_interleave_size, parallel.dcp_kv_cache_interleave_size\n",
-            "    turns = ()\n",
+            "    turns = parallel.cp_kv_cache_interleave_size, ",
+            "    turns = (); _ = ",
         ),
         "which tokens of a block a rank holds is not in a record's name": (
             "*get_dcp_world_size_and_rank(), ",
