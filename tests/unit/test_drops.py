@@ -49,7 +49,7 @@ def test_all_records_of_a_prompt_are_removed_on_every_rank(ranks):
     assert rig.match(request) == (None, False), "its request is admitted before it"
     assert rig.step().step == 1, "no rank is told that earlier steps have saved"
     assert wait(rig, request) == (0, False)
-    assert rig.scheduler._admission.drops._turn is None, "the next drop frees its hashes"
+    assert rig.scheduler._drops._turn is None, "the next drop frees its hashes"
     assert not any(store.records for store in rig.ranks.stores)
     assert rig.forward(request, 3 * N + 1, all_offers(3)) is None, "it is stored again"
     records = ranks * (3 + 2 * len(PLAN.states))
