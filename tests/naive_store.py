@@ -11,7 +11,7 @@ import torch
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage.kept_names import KeptNames
+from lmcache_hybrid.storage.keep_shares import KeptNames
 from lmcache_hybrid.storage.record_format import (
     HEADER_BYTES,
     open_record,

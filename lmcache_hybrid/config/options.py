@@ -55,7 +55,7 @@ class Options:
         events: whether KV cache events are published for stored records.
         folder_limits: limits to which this engine cleans the folders of ``fs://``.
         keep_share: of the bytes of RAM or disk that records kept by requests may take, 0 for none;
-            for the part of one salt see :data:`.storage.kept_names.OF_SALT`.
+            for the part of one salt see :data:`.storage.keep_shares.OF_SALT`.
         names: see :func:`.own_options.names_of`.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicts records that were never hit before those that were. Kept ones: :mod:`.kept_names`."""
+"""Evicts records that were never hit before those that were. Kept ones: :mod:`.keep_shares`."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence

@@ -31,7 +31,7 @@ from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer, record_shape
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.hidden_records import DamagedRecords
-from lmcache_hybrid.storage.kept_names import KeptNames
+from lmcache_hybrid.storage.keep_shares import KeptNames
 from lmcache_hybrid.storage.read_reservation import ReadReservation
 from lmcache_hybrid.storage.record_format import open_record, record_bytes, seal
 from lmcache_hybrid.storage.record_names import RecordNames, Replicas

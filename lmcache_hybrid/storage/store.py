@@ -16,7 +16,7 @@ from lmcache_hybrid.core.digests import Digester
 from lmcache_hybrid.core.keys import RecordKey
 
 if TYPE_CHECKING:
-    from lmcache_hybrid.storage.kept_names import KeptNames  # imports LMCache
+    from lmcache_hybrid.storage.keep_shares import KeptNames  # imports LMCache
 
 
 class Buffer(Protocol):

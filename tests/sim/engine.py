@@ -39,7 +39,7 @@ from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import block_keys
 from lmcache_hybrid.scheduler import waits
-from lmcache_hybrid.storage import kept_names
+from lmcache_hybrid.storage import keep_shares
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker import loads
 from vllm_patch import sessions
@@ -70,7 +70,7 @@ def install(patch) -> None:
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
     sessions.forget_columns_of_parts()  # as each worker does
     patch.setattr(loads, "IDLE_WAIT_SECONDS", 0)
-    patch.setattr(kept_names, "time", Clock())
+    patch.setattr(keep_shares, "time", Clock())
     patch.setattr(waits, "IDLE_SECONDS", 0)
     patch.setattr(waits, "BUSY_SECONDS", (0.0, 0.0))
     patch.setattr(waits, "LAST_CHANCE_SECONDS", 0)

@@ -12,8 +12,8 @@ from lmcache.v1.config import LMCacheEngineConfig
 
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.storage import kept_names
-from lmcache_hybrid.storage.kept_names import KeptNames
+from lmcache_hybrid.storage import keep_shares
+from lmcache_hybrid.storage.keep_shares import KeptNames
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.tools.standalone import make_engine
@@ -97,8 +97,8 @@ class Pool:
         """Each store wraps ``allocate``; here all of them share one backend."""
         self._bounded = self._bounded or self._backend.allocate
         self._backend.allocate = self._bounded
-        if isinstance(kept_names.time, Clock):
-            kept_names.time.pool = self
+        if isinstance(keep_shares.time, Clock):
+            keep_shares.time.pool = self
         policy = self._backend.cache_policy
         policy.pool = self
         if "unchecked" not in vars(policy):
@@ -118,7 +118,7 @@ class Pool:
         most = ranks * KEEP_SHARE * POOL_BYTES
         assert self.kept.size <= most, "more is kept than the share"
         for salt, size in self.kept._of_salt.items():
-            assert size <= kept_names.OF_SALT * most, f"{salt!r} keeps too much"
+            assert size <= keep_shares.OF_SALT * most, f"{salt!r} keeps too much"
 
     def shrink(self, records: int) -> None:
         """Leave room for so many records only."""

@@ -11,7 +11,7 @@ from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.scheduler import keeps
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
-from lmcache_hybrid.storage.kept_names import OF_SALT, KeptNames
+from lmcache_hybrid.storage.keep_shares import OF_SALT, KeptNames
 from lmcache_hybrid.storage.record_format import record_bytes
 
 from .helpers import PLAN, Counted, Later, N, Ranks, make_request, put, tags_of

@@ -14,7 +14,7 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_hybrid.protocol.record_reports import Tier
 from lmcache_hybrid.storage.folder.record_io import Fate
-from lmcache_hybrid.storage.kept_names import KeptNames
+from lmcache_hybrid.storage.keep_shares import KeptNames
 from lmcache_hybrid.storage.record_format import Header
 from lmcache_hybrid.storage.record_names import RecordNames
 

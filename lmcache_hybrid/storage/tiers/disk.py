@@ -13,7 +13,7 @@ from lmcache_hybrid.config.stores.base import folders_in
 from lmcache_hybrid.protocol.record_reports import DISK
 from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.folder.folder_use import FolderUse
-from lmcache_hybrid.storage.kept_names import evicted_last
+from lmcache_hybrid.storage.keep_shares import evicted_last
 from lmcache_hybrid.storage.tiers.base import Observer, Opening, Unpin
 from lmcache_hybrid.storage.tiers.indexed import IndexedTier
 

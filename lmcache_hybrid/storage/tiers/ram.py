@@ -11,7 +11,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_hybrid.protocol.record_reports import RAM
 from lmcache_hybrid.storage import eviction_order
-from lmcache_hybrid.storage.kept_names import evicted_last
+from lmcache_hybrid.storage.keep_shares import evicted_last
 from lmcache_hybrid.storage.tiers.base import Observer, Opening, Unpin
 from lmcache_hybrid.storage.tiers.indexed import IndexedTier
 

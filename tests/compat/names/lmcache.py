@@ -151,13 +151,13 @@ LMCACHE = (
         "LRUCachePolicy",
         "update_on_hit update_on_put update_on_force_evict update_chunk_hash_dict",
     ),
-    # Each asks the index that it is given, see lmcache_hybrid/storage/kept_names.py.
+    # Each asks the index that it is given, see lmcache_hybrid/storage/keep_shares.py.
     *(
         Hook(
             f"{_BACKENDS}.cache_policy.{module}",
             f"{name}.get_evict_candidates",
             holds=(looks,),
-            replaced_in="lmcache_hybrid/storage/kept_names.py",
+            replaced_in="lmcache_hybrid/storage/keep_shares.py",
         )
         for module, name, looks in (
             ("lru", "LRUCachePolicy", "for key, cache in cache_dict.items():"),

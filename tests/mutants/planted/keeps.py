@@ -4,7 +4,7 @@
 from tests.mutants.defect import each_of
 
 MISTAKES = {
-    "lmcache_hybrid/storage/kept_names.py": {
+    "lmcache_hybrid/storage/keep_shares.py": {
         "the gauge of kept bytes waits for a keep under way": (
             "        now = time.monotonic()\n        sizes = self._bytes_by_end.copy()",
             "        with self._lock:\n            now = time.monotonic()\n"

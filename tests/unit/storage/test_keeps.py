@@ -11,8 +11,8 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.prefix import Prefix, block_keys, load_keys
-from lmcache_hybrid.storage import keeps, kept_names
-from lmcache_hybrid.storage.kept_names import OF_SALT, KeptNames
+from lmcache_hybrid.storage import keep_shares, keeps
+from lmcache_hybrid.storage.keep_shares import OF_SALT, KeptNames
 from lmcache_hybrid.storage.record_format import record_bytes
 
 from ..helpers import put
@@ -114,7 +114,7 @@ def test_what_is_kept_no_longer_is_evicted(box, kind, how, monkeypatch):
     kept = one.store.kept[BACKEND[kind]]
     assert kept.size == len(NEEDED) * RECORD
     if how == "time":
-        monkeypatch.setattr(kept_names.time, "monotonic", lambda: now + 62)
+        monkeypatch.setattr(keep_shares.time, "monotonic", lambda: now + 62)
     elif how == "end":
         assert keep(one, kind, seconds=0) == KeepResult({BACKEND[kind]: ""})
     elif how == "drop":
@@ -140,9 +140,9 @@ def test_evictions_meet_a_kept_record_once_per_turn_of_the_cache(box, monkeypatc
         if policy == "MRU":  # it meets only what was used since the cache was full
             flood(one, "ram", 5000)
             one.store.refresh(NEEDED)
-        looked, real = [], kept_names._Spared.__getitem__
+        looked, real = [], keep_shares._Spared.__getitem__
         monkeypatch.setattr(
-            kept_names._Spared,
+            keep_shares._Spared,
             "__getitem__",
             lambda self, name, looked=looked, real=real: looked.append(name) or real(self, name),
         )
@@ -210,7 +210,7 @@ def test_all_salts_together_have_a_share_and_none_learns_what_others_keep():
 
 def test_what_has_ended_takes_no_share(monkeypatch):
     kept, now = KeptNames(ROOM), [100.0]
-    monkeypatch.setattr(kept_names.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(keep_shares.time, "monotonic", lambda: now[0])
     kept.keep(records(0, 10), b"a", 5)
     assert 0 in kept
     now[0] += 5.5
@@ -222,7 +222,7 @@ def test_what_has_ended_takes_no_share(monkeypatch):
 
 def test_the_longer_time_counts_and_the_same_is_kept_once(monkeypatch):
     kept, now = KeptNames(ROOM), [100.0]
-    monkeypatch.setattr(kept_names.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(keep_shares.time, "monotonic", lambda: now[0])
     for seconds in (60, 5, 3600, 3600, 7):
         kept.keep(records(0, 10), b"a", seconds)
         kept.check_integrity()
@@ -262,7 +262,7 @@ def test_the_gauge_waits_for_no_keep():
 
 def test_keeping_and_ending_for_ever_takes_no_memory(monkeypatch):
     kept = KeptNames(ROOM)
-    monkeypatch.setattr(kept_names.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(keep_shares.time, "monotonic", lambda: 100.0)
     for _ in range(100):
         kept.keep(records(0, 10), b"a", 60)
         kept.end(range(20))
