@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lmcache_hybrid.config.own_options import KEY_FILE_KEY
 from lmcache_hybrid.core.digests import MAX_KEY, PLAIN, SEAL_BYTES, KeyedDigester, read_key
 from lmcache_hybrid.core.errors import ConfigError, DamagedError, RecordError
-from lmcache_hybrid.storage import lmcache_store, record
+from lmcache_hybrid.storage import lmcache_store, record_format
 from lmcache_hybrid.storage.record_format import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -48,7 +48,7 @@ from .stored.commands import store_of
 
 SECRET = bytes(range(32))
 MINE, OTHERS = KeyedDigester(SECRET), KeyedDigester(SECRET[::-1])
-SEAL_AT = record._FIELDS.size + record._CHECKSUM.size
+SEAL_AT = record_format._FIELDS.size + record_format._CHECKSUM.size
 
 
 def sealed(payload=b"payload!", key=KEYS[0], digester=MINE) -> bytearray:
@@ -73,9 +73,11 @@ def moved(data: bytes, key) -> bytearray:
     """A record under another key: the header rewritten as anybody can, the rest as it was."""
     own = sealed(bytes(payload_bytes(len(data))), key, PLAIN)
     forged = bytearray(data)
-    forged[: record._FIELDS.size - 16] = own[: record._FIELDS.size - 16]  # the digests stay
-    fields = bytes(forged[: record._FIELDS.size])
-    struct.pack_into("<Q", forged, record._FIELDS.size, xxhash.xxh3_64_intdigest(fields))
+    forged[: record_format._FIELDS.size - 16] = own[
+        : record_format._FIELDS.size - 16
+    ]  # the digests stay
+    fields = bytes(forged[: record_format._FIELDS.size])
+    struct.pack_into("<Q", forged, record_format._FIELDS.size, xxhash.xxh3_64_intdigest(fields))
     return forged
 
 
