@@ -9,12 +9,12 @@ import random
 from pathlib import Path
 
 import pytest
-from engine import Answer, Engine
-from lmcache_hybrid.storage.record import read_header
-from marks import slow
 
+from lmcache_hybrid.storage.record_format import read_header
 from lmcache_hybrid.tools import tiny_families
 from lmcache_hybrid.tools.tiny_models import make_model
+from tests.e2e.engine import Answer, Engine
+from tests.marks import slow
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.two_cores]
 
@@ -35,7 +35,7 @@ def start(model: Path, config: dict | None, interleave: int = 1, dcp: int = 2) -
         tensor_parallel_size=2,
         decode_context_parallel_size=dcp,
         cp_kv_cache_interleave_size=interleave,
-        worker_cls="spread.SpreadWorker",
+        worker_cls="tests.e2e.spread.SpreadWorker",
         max_num_seqs=4,
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )
