@@ -117,8 +117,9 @@ bench-serve: venv  ## servers asked by vLLM's own client, new prefixes first: ho
 	$(BIN)/python -m benchmarks.serve.cold
 	$(BIN)/python -m benchmarks.serve --arms unlimited,ram --prefixes 32 --prompts 1 --share 0.54
 
-lint: venv  ## ruff over everything, mypy over both packages, who may import whom
+lint: venv  ## ruff over everything, mypy over both packages, who may import whom, spelling and prose of the pages
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+	$(BIN)/codespell -D - -D tests/packaging/words.txt && $(BIN)/python -m tests.packaging.prose
 
 docs: venv  ## the pages of docs/ as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

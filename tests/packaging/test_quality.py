@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# Words that code and pages do without.
+WORDS = "tests/packaging/words.txt"
 ROOMS = ("lmcache_hybrid", "vllm_patch", "tests", "benchmarks", "examples")
 
 
@@ -24,6 +26,8 @@ ROOMS = ("lmcache_hybrid", "vllm_patch", "tests", "benchmarks", "examples")
         pytest.param(["ruff", "format", "--no-cache", "--check", "."], id="ruff format"),
         pytest.param(["mypy", "--cache-dir={tmp}"], id="mypy", marks=pytest.mark.slow),
         pytest.param(["mkdocs", "build", "--strict", "--site-dir={tmp}"], id="mkdocs"),
+        pytest.param(["codespell_lib", "-D", "-", "-D", WORDS], id="codespell"),
+        pytest.param(["tests.packaging.prose"], id="proselint"),
     ],
 )
 def test_lint_types_and_docs_have_nothing_to_say(command: list[str], tmp_path: Path) -> None:
