@@ -126,7 +126,8 @@ def _log(
     )
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     taken = prompt_bytes(
-        options, longest, step_tokens, plan.block_size, plan.unit, attention, states
+        *(options, longest, step_tokens, plan.block_size, plan.unit, attention, states),
+        plan.state_tokens if plan.dcp > 1 else 0,
     )
     ranks = vllm_config.parallel_config.tensor_parallel_size
     unit = plan.unit or plan.block_size

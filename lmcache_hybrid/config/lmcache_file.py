@@ -55,12 +55,12 @@ def _twice(node: yaml.Node | None, nested: bool = False) -> Iterator[str]:
     """Yield each key that a mapping, or one directly in it, has twice, with both lines."""
     if not isinstance(node, yaml.MappingNode):
         return
-    lines: dict[str, int] = {}
+    lines: dict[tuple[str, str], int] = {}
     for key, value in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                yield f"{key.value} in the lines {lines[key.value]} and {line}"
-            lines[key.value] = line
+        if isinstance(key, yaml.ScalarNode) and key.value != "<<":  # merges add up
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in lines:
+                yield f"{key.value} in the lines {lines[name]} and {line}"
+            lines[name] = line
         if not nested:
             yield from _twice(value, nested=True)

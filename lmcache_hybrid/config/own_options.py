@@ -276,9 +276,9 @@ def remarks(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterato
             yield f"{where} is not a setting any more: {GONE[key]}; remove it."
     known = [option.variable for option in OWN_OPTIONS.values()] + sorted(OTHER_VARIABLES)
     for name in environment:
-        of_service = OF_SERVICE.search(name)
-        if name.upper().startswith(VARIABLES) and name not in known and not of_service:
-            near = difflib.get_close_matches(name.upper(), known, 1, 0.85)
+        of_service, meant = OF_SERVICE.search(name), name.upper().replace("LM_CACHE_", "LMCACHE_")
+        if meant.startswith(VARIABLES) and name not in known and not of_service:
+            near = difflib.get_close_matches(meant, known, 1, 0.85)
             yield f"{name} does nothing; " + (f"did you mean {near[0]}?" if near else "unset it.")
 
 

@@ -120,7 +120,8 @@ def split_url(url: str) -> SplitResult:
     """
     try:
         parts = urlsplit(url)
-        several = "," in parts.netloc.rpartition("@")[2]
+        # With an "@" behind it, it is the password that is cut off at a "/".
+        several = "," in parts.netloc.rpartition("@")[2] and "@" not in parts.path
         if parts.scheme in ("redis", "rediss") and not several:
             parts.port  # noqa: B018
     except ValueError:

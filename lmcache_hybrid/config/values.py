@@ -94,7 +94,7 @@ def problems(values: Values) -> Iterator[str]:
             off = kind is bool and value is not None
             compared = OPTIONS.get(option, PLAIN).least is not None  # LMCache fails on None
             changed = default or compared or (off and where.startswith(PREFIX))
-            # LMCache fails on spaces where it reads a number or JSON, whether it needs it or not.
+            # In its file LMCache fails on spaces for a number or JSON, whether it needs it or not.
             failing = blank and value and (kind in (int, float) or option == "extra_config")
             if failing or (kind and changed and not option.startswith(UNREAD)):
                 yield f"{where} is empty; write a value, or remove it for LMCache's default."
@@ -120,10 +120,12 @@ def misspelt(environment: Mapping[str, str]) -> Iterator[str]:
     LMCache reads those that it knows; only of its file's keys it names the others. An option's
     name in small letters alone, as in its file, and ``LM_CACHE_`` are in older examples of it.
     """
-    options = (*take("v1.config", "_CONFIG_DEFINITIONS"), *take("v1.config", "_CONFIG_ALIASES"))
-    known = [f"{PREFIX}{name.upper()}" for name in options if not name.startswith(UNREAD)]
+    every = (*take("v1.config", "_CONFIG_DEFINITIONS"), *take("v1.config", "_CONFIG_ALIASES"))
+    options = [name for name in every if not name.startswith(UNREAD)]
+    known = [f"{PREFIX}{name.upper()}" for name in options]
     for name in environment:
-        meant = f"{PREFIX}{name}" if name in options else _OTHER_PREFIX.sub(PREFIX, name)
+        alone = name in options and "_" in name
+        meant = f"{PREFIX}{name}" if alone else _OTHER_PREFIX.sub(PREFIX, name)
         if not meant.startswith(PREFIX) or meant.startswith(VARIABLES) or OF_SERVICE.search(name):
             continue
         if _CONFIG_NAME.fullmatch(meant):

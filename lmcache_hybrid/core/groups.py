@@ -71,12 +71,9 @@ class GroupPlan:
         Not where attention groups have blocks of several sizes: a boundary must be whole blocks of
         each. Where only those of states are smaller, vLLM does with decode context parallelism.
         """
-        uneven = self.split and (self.dcp == 1 or any(map(self._has_several, self.attention)))
+        uneven = self.split and self.dcp == 1
         inside = self.states and not (self.windows or uneven) and unit < self.block_size
         return replace(self, unit=unit if inside else 0)
-
-    def _has_several(self, group: int) -> bool:
-        return self.blocks_in(group) > 1
 
     def blocks_in(self, group: int) -> int:
         """Return the number of vLLM's blocks of a group in N tokens."""
@@ -187,6 +184,11 @@ def plan_groups(kv_cache_config: "KVCacheConfig", dcp: int = 1) -> GroupPlan:
             "this model without LMCacheConnectorV1."
         )
     sizes = _block_sizes(kv_cache_config, dcp)
+    if dcp > 1 and len({sizes[index] for index in attention}) > 1:
+        raise ConfigError(
+            f"decode_context_parallel_size={dcp} with attention blocks of several sizes has not "
+            "been tested; set it to 1."
+        )
     n = _block_size(kv_cache_config, sizes, states, bool(windows))
     return GroupPlan(
         n,

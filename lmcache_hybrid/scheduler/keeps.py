@@ -234,8 +234,10 @@ class Keeps:
         except _RefusedError as why:
             answer, outcome = {"error": str(why)}, why.outcome
         except Exception as error:
-            answer, outcome = {"error": UNEXPECTED}, "failed"
+            self._count("failed")
+            keep.result = {"error": UNEXPECTED}
             caught("keep_records", error, "a request's records may not be kept", self._ledger)
+            return
         self._count(outcome)
         keep.result = answer
 

@@ -10,6 +10,7 @@ from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 import msgspec
+from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
@@ -22,6 +23,7 @@ from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, Loo
 from lmcache_hybrid.protocol.prefix import Prefix
 
 T = TypeVar("T")
+logger = init_logger("vllm.lmcache_hybrid.scheduler.lookup_queue")
 
 
 class PendingLookup:
@@ -157,7 +159,7 @@ class LookupQueue:
         return self._executor.submit(function)
 
     def in_turns(self, parts: Generator[None, None, None]) -> None:
-        """Run a generator that raises nothing, all lookups that wait before each part of it.
+        """Run a generator, all lookups that wait before each part of it.
 
         Generators run one after the other, so a lookup waits for one part of one of them at most.
         Never blocks.
@@ -196,12 +198,20 @@ class LookupQueue:
     def _go_on(self) -> None:
         """Run the next part, behind the lookups that wait now."""
         self._passed = not self._passed and self._begun < self._sent
-        if not self._passed and next(self._turns[0], self) is self:  # it has ended
+        if not self._passed and self._ended(self._turns[0]):
             with self._lock:
                 self._turns.popleft()
                 if not self._turns:
                     return
         self._executor.submit(self._go_on)
+
+    def _ended(self, parts: Generator[None, None, None]) -> bool:
+        """Run the next part of a generator; whether there was none."""
+        try:
+            return next(parts, self) is self
+        except Exception:  # it must not hold up those behind it
+            logger.exception("A keep ended with an error.")
+            return True
 
     def _run(self, lookup: PendingLookup) -> None:
         self._begun += 1

@@ -154,18 +154,20 @@ class SavePlanner:
         Returns:
             The boundary in blocks for models without states, and ``offers`` with its states.
         """
-        tracker.chunks = tracker.checkpoints.wants_end(computed)
-        boundary, rest = divmod(computed, self._plan.block_size)
-        if not tracker.chunks or boundary * self._plan.block_size in tracker.checkpoints.barred:
+        tracker.chunks, plan = tracker.checkpoints.wants_end(computed), self._plan
+        boundary, rest = divmod(computed, plan.block_size)
+        if not tracker.chunks or computed - rest in tracker.checkpoints.barred:
             return [], offers
-        if not self._plan.states:
+        if not plan.states:
             # A resumed request may be past its prompt, as in _reached.
             return [boundary] if 0 < boundary <= len(tracker.prefix.hashes) else [], offers
-        if rest or any(tokens == computed for _, _, tokens in offers):
+        # In a block that ranks share, blocks of states end, too.
+        misfit = computed % plan.state_tokens if plan.dcp > 1 and plan.unit else rest
+        if misfit or any(tokens == computed for _, _, tokens in offers):
             return [], offers
         block_ids = block_state.get_block_ids(tracker.request.request_id)
         assert block_ids is not None
-        blocks = ((g, self._plan.state_block(block_ids[g], g, computed)) for g in self._plan.states)
+        blocks = ((g, plan.state_block(block_ids[g], g, computed)) for g in plan.states)
         return [], [*offers, *((group, block, computed) for group, block in blocks)]
 
     # What is stored

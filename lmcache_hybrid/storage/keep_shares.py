@@ -16,6 +16,8 @@ from lmcache_hybrid.storage import eviction_order
 OF_SALT = 0.4
 # Max keeps of one record that are told apart: those beyond it end with their time only.
 KEEPS = 8
+# (number, second until which it lasts) of each keep of a record; 0 for more than KEEPS.
+KeepsOfOne = tuple[tuple[int, int], ...]
 # Looks like a record that cannot be evicted.
 PINNED = SimpleNamespace(can_evict=False)
 
@@ -34,9 +36,8 @@ class KeptNames:
         """
         self._capacity = capacity
         self._lock = threading.Lock()  # guards changes
-        # (second of time.monotonic until which it is kept, salt, bytes, numbers of its keeps) by
-        # name; number 0 is of keeps that end with their time.
-        self._names: dict[Hashable, tuple[int, bytes, int, tuple[int, ...]]] = {}
+        # (second of time.monotonic until which it is kept, salt, bytes, its keeps) by name.
+        self._names: dict[Hashable, tuple[int, bytes, int, KeepsOfOne]] = {}
         # Names and bytes by this second, and a heap of these seconds.
         self._by_end: dict[int, set[Hashable]] = {}
         self._bytes_by_end: dict[int, int] = {}
@@ -88,38 +89,33 @@ class KeptNames:
             records: bytes by name.
             number: of the keep, for :meth:`end`.
         """
-        until = math.ceil(time.monotonic() + seconds)
+        now = time.monotonic()
+        until = math.ceil(now + seconds)
         with self._lock:
             self._forget_ended()
-            if until not in self._by_end:
-                self._by_end[until], self._bytes_by_end[until] = set(), 0
-                heapq.heappush(self._ends, until)
             for name, size in records.items():
-                ends, _, _, numbers = self._names.get(name, (0, salt, 0, ()))
-                if number not in numbers:
-                    numbers = (*numbers, number) if len(numbers) < KEEPS else (0,)
+                ends, _, _, keeps = self._names.get(name, (0, salt, 0, ()))
+                others = tuple(each for each in keeps if each[1] > now and each[0] != number)
+                own = number, max(until, dict(keeps).get(number, 0))
+                keeps = (*others, own) if len(others) < KEEPS else ((0, max(until, ends)),)
                 if ends < until:
-                    self._forget(name)
-                    self._names[name] = until, salt, size, numbers
-                    self._by_end[until].add(name)
-                    self._bytes_by_end[until] += size
-                    self._of_salt[salt] += size
-                    self._total += size
+                    self._put(name, until, salt, size, keeps)
                 else:
-                    self._names[name] = *self._names[name][:3], numbers
+                    self._names[name] = *self._names[name][:3], keeps
 
     def end(self, names: Iterable[Hashable], number: int = 0) -> None:
-        """Keep records no longer, but those that another keep names until the later time of both.
+        """Keep records no longer, but those that other keeps name as long as these.
 
         Args:
             number: of the only keep that is to end; 0 for all.
         """
+        now = time.monotonic()
         with self._lock:
             for name in names:
-                kept = self._names.get(name, (0, b"", 0, ()))
-                left = tuple(each for each in kept[3] if number not in (0, each))
+                _, salt, size, keeps = self._names.get(name, (0, b"", 0, ()))
+                left = tuple(each for each in keeps if each[1] > now and number not in (0, each[0]))
                 if left:
-                    self._names[name] = *kept[:3], left
+                    self._put(name, max(until for _, until in left), salt, size, left)
                 else:
                     self._forget(name)
 
@@ -146,6 +142,18 @@ class KeptNames:
                 self._forget(name)
             ended = heapq.heappop(self._ends)
             del self._by_end[ended], self._bytes_by_end[ended]
+
+    def _put(self, name: Hashable, until: int, salt: bytes, size: int, keeps: "KeepsOfOne") -> None:
+        """Keep a name until then, whatever was before."""
+        self._forget(name)
+        if until not in self._by_end:
+            self._by_end[until], self._bytes_by_end[until] = set(), 0
+            heapq.heappush(self._ends, until)
+        self._names[name] = until, salt, size, keeps
+        self._by_end[until].add(name)
+        self._bytes_by_end[until] += size
+        self._of_salt[salt] += size
+        self._total += size
 
     def _forget(self, name: Hashable) -> None:
         until, salt, size, _ = self._names.pop(name, (0, b"", 0, ()))

@@ -57,6 +57,8 @@ def parse_flags(model: str | None, flags: Sequence[str]) -> Namespace:
     parser = make_arg_parser(_Parser(prog="vllm serve"))
     try:
         parsed = parser.parse_args([*named, *flags])
+    except ConfigError:  # vLLM's parser refuses a flag
+        raise
     except (AssertionError, AttributeError, OSError, ValueError, YAMLError) as error:
         if "--config" not in flags:
             raise

@@ -69,6 +69,24 @@ def test_a_hit_continues_what_vllm_has_inside_a_block():
     pool.close()
 
 
+@pytest.mark.parametrize("hash_size", [N, N // 4])
+def test_a_prompt_that_branches_off_hits_where_a_chunk_ended_inside_a_block(hash_size):
+    """Chunks end at 3, 6, 9 and 12 N, blocks at multiples of 2 N."""
+    pool = Pool()
+    setup = Setup(
+        groups="sa", ranks=2, dcp=2, blocks=60, batch=3 * N, hash_size=hash_size, chunk_ends=True
+    )
+    engine = SimEngine(setup, pool)
+    engine.add("first", TRUNKS[0][: 13 * N + 3], 2)
+    engine.drain()
+    engine.reset_prefix_cache(False)
+    engine.add("other", [*TRUNKS[0][: 10 * N + 1], *TRUNKS[1][: 2 * N]], 2)
+    engine.drain()
+    assert hits(engine) == 1 and engine.hybrid.counts.hit_tokens.total() == 9 * N
+    engine.check_empty()
+    pool.close()
+
+
 def test_random_programs_see_no_wrong_bytes():
     """Those of test_simulation in which ranks share blocks."""
     tally = Tally()

@@ -188,10 +188,11 @@ def test_vllm_hits_inside_a_block_that_ranks_share():
         12,
         13,
     ]
-    # Of blocks that are larger for another reason it does not, nor of several sizes.
+    # Of blocks that are larger for another reason it does not.
     big = dataclasses.replace(FULL, block_size=2 * N)
     assert plan_groups(config(big, STATE)).with_unit(N).unit == 0
-    assert plan_groups(config(big, FULL, STATE), dcp=2).with_unit(N).unit == 0
+    with pytest.raises(ConfigError, match="blocks of several sizes"):
+        plan_groups(config(big, FULL, STATE), dcp=2)
 
 
 @pytest.mark.parametrize(

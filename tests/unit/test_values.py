@@ -430,6 +430,8 @@ def test_a_file_that_is_too_deep_is_one_sentence(monkeypatch, tmp_path):
         ("a: 1\nb: 1\na: 1\nb: 1\n", ["a in the lines 1 and 3", "b in the lines 2 and 4"]),
         ("extra_config:\n  a: 1\n  a: 2\n", ["a in the lines 2 and 3"]),
         ("a: {x: 1}\nb: {x: 1}\n", []),
+        ("a: &a {x: 1}\nb: &b {y: 1}\nc:\n  <<: *a\n  <<: *b\n", []),
+        ("a: {1: x, '1': y}\n", []),
     ],
 )
 def test_an_option_that_is_twice_in_a_file_is_refused(tmp_path, text, told):
@@ -584,6 +586,9 @@ def test_the_pools_of_all_ranks_must_fit_the_machine(monkeypatch, ranks, executo
         ("LMCACHE_HYBRID_LOAD_POLICI", None),  # ours, see own_options
         ("LMCACHE_CONTROLLER_PULL_PORT", None),  # of a service of Kubernetes
         ("MAX_LOCAL_CPU_SIZE", None),
+        ("chunk", None),  # other programs' variables
+        ("mp_host", None),
+        ("LM_CACHE_DIR", None),
     ],
 )
 def test_a_variable_that_is_nearly_an_option_is_told(monkeypatch, hybrid_log, name, meant):

@@ -89,6 +89,7 @@ def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
         model.unit,
         model.attention_bytes,
         model.state_bytes,
+        model.block_size // model.dcp,
     )
     taken *= model.ranks if tier.shared else 1
     message = (

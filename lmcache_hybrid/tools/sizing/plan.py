@@ -120,7 +120,7 @@ def _intervals(work: Workload, n: int) -> list[int | str]:
 def _checkpoint(sizes: Sizes, work: Workload, tokens: int | str) -> dict[str, Any]:
     """Compute the gain and cost of one T."""
     work = replace(work, checkpoint=tokens)
-    context, n, interval = work.context, sizes.block_size, work.interval(sizes.block_size)
+    context, n, interval = work.context, sizes.block_size, work.interval(sizes.state_tokens)
     at_most, expected = storage.after_branch(context, n, interval)
     return {
         "tokens": tokens,
@@ -154,7 +154,7 @@ def _unit(
         "computed_again": unit,
         "bytes_per_prompt": storage.bytes_of_one(sizes, work),
         "prefill_steps": storage.prefill_steps(
-            work.context, n, work.interval(n), work.step_tokens, work.unit
+            work.context, n, work.interval(sizes.state_tokens), work.step_tokens, work.unit
         ),
         "faster_from": {
             name: storage.break_even(sizes, unit, prefill_rate, rate)

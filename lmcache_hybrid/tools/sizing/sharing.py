@@ -77,7 +77,9 @@ def hit(sizes: Sizes, work: Workload) -> Asked:
 
 def save(sizes: Sizes, work: Workload) -> Asked:
     """Return what the save of one new prompt writes: EXISTS and SET of each record."""
-    states = boundaries(work.context, sizes.block_size, work.interval(sizes.block_size), work.unit)
+    states = boundaries(
+        work.context, sizes.block_size, work.interval(sizes.state_tokens), work.unit
+    )
     count = {ATTENTION: _blocks(sizes, work), STATE: len(states)}
     records = written = 0
     for group in sizes.groups:

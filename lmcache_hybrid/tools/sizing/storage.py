@@ -85,10 +85,14 @@ class Workload:
     unit: int = 0
     step_tokens: int = 8192
 
-    def interval(self, block_size: int) -> int:
-        """Return the tokens between two states of a prefill, 0 for none before its end."""
+    def interval(self, state_tokens: int) -> int:
+        """Return the tokens between two states of a prefill, 0 for none before its end.
+
+        Args:
+            state_tokens: N, of a state's block.
+        """
         if isinstance(self.checkpoint, str):
-            return chunk_tokens(self.step_tokens, block_size)
+            return chunk_tokens(self.step_tokens, state_tokens)
         return self.checkpoint
 
     def check(self, block_size: int, dcp: int = 1) -> None:
@@ -136,7 +140,7 @@ class Stored:
 def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
     """Count the records when every prompt is asked once and nothing is evicted."""
     n, shared = sizes.block_size, work.shared
-    interval = work.interval(n)
+    interval = work.interval(sizes.state_tokens)
     states = boundaries(work.context, n, interval, work.unit)
     # A partly filled page at the last boundary is a record of its own.
     blocks = work.context // n + sum(boundary % n > 0 for boundary in states)

@@ -55,20 +55,28 @@ MISTAKES = {
             "                if False:\n",
         ),
         "a record that two requests keep is that of the last": (
-            "(*numbers, number) if",
-            "(number,) if",
+            "(*others, own) if",
+            "(own,) if",
         ),
         "a record that two requests keep is that of the first": (
-            "                if number not in numbers:\n",
-            "                if not numbers:\n",
+            "keeps = (*others, own) if",
+            "keeps = keeps or (*others, own) if",
+        ),
+        "a keep whose time is over holds what a later one has named": (
+            "each for each in keeps if each[1] > now and number",
+            "each for each in keeps if number",
+        ),
+        "what an aborted keep has named is kept as long as that one": (
+            "max(until for _, until in left), salt",
+            "_, salt",
         ),
         "a record that two requests keep stays kept once both are aborted": (
-            "if len(numbers) < KEEPS else",
-            "if not numbers else",
+            "if len(others) < KEEPS else",
+            "if not others else",
         ),
         "a record that many requests keep is let go with the last of them": (
-            "if len(numbers) < KEEPS else (0,)",
-            "if len(numbers) < KEEPS else (number,)",
+            "if len(others) < KEEPS else ((0, ",
+            "if len(others) < KEEPS else ((number, ",
         ),
     },
     "lmcache_hybrid/storage/eviction_order.py": {
@@ -160,7 +168,7 @@ MISTAKES = {
             "next(self._numbers))",
         ),
         "lookups wait until a keep is done": (
-            "        if not self._passed and next(self._turns[0], self) is self:  # it has ended\n",
+            "        if not self._passed and self._ended(self._turns[0]):\n",
             "        if not self._passed:\n"
             "            for _ in self._turns[0]:\n                pass\n",
         ),

@@ -95,8 +95,8 @@ MISTAKES = {
             " for index in states} <= sizes",
         ),
         "hits inside a block are looked for beside blocks of several sizes": (
-            "uneven = self.split and (self.dcp == 1 or any(map(",
-            "uneven = False and (self.dcp == 1 or any(map(",
+            "uneven = self.split and self.dcp == 1",
+            "uneven = False",
         ),
     },
     "lmcache_hybrid/tools/accept/compare.py": {

@@ -52,8 +52,8 @@ MISTAKES = {
             "            if all(map(_is_replicated, specs)):\n",
         ),
         "blocks that ranks share are hit as a whole only": (
-            "uneven = self.split and (self.dcp == 1 or any(",
-            "uneven = self.split and (True or any(",
+            "uneven = self.split and self.dcp == 1",
+            "uneven = self.split",
         ),
     },
     "lmcache_hybrid/scheduler/load_planner.py": {

@@ -132,8 +132,8 @@ MISTAKES = {
             "        said = bool(self._plan.states)\n",
         ),
         "the state in front of a chunk is stored as that of its end": (
-            "blocks = ((g, self._plan.state_block(block_ids[g], g, computed))",
-            "blocks = ((g, self._plan.state_block(block_ids[g], g, max(1, computed - 1)))",
+            "blocks = ((g, plan.state_block(block_ids[g], g, computed))",
+            "blocks = ((g, plan.state_block(block_ids[g], g, max(1, computed - 1)))",
         ),
         "models with windows store no ends of chunks": (
             "return [boundary] if 0 < boundary <= len(tracker.prefix.hashes) else [], offers",

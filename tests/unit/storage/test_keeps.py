@@ -249,6 +249,23 @@ def test_what_several_keep_is_let_go_with_the_last_of_them(number):
     kept.check_integrity()
 
 
+@pytest.mark.parametrize("before", [1, 20])
+def test_a_keep_that_is_over_holds_nothing_that_a_later_one_names(monkeypatch, before):
+    """As of an agent that keeps its prompt again every few minutes, and then aborts."""
+    kept, now = KeptNames(ROOM), [100.0]
+    monkeypatch.setattr(keep_shares.time, "monotonic", lambda: now[0])
+    for each in range(1, before + 1):
+        kept.keep(records(0, 1), b"a", 60, each)
+        now[0] += 50
+    kept.keep(records(0, 1), b"a", 86400, 99)
+    kept.end([0], 99)
+    kept.check_integrity()
+    assert 0 in kept, "the last keep before has 10 seconds more"
+    now[0] += 11
+    assert 0 not in kept
+    assert kept.size == 0
+
+
 def test_the_gauge_waits_for_no_keep():
     """It is read between two steps of the model."""
     kept, read = KeptNames(ROOM), []
