@@ -64,7 +64,7 @@ MISTAKES = {
             "        value = None\n",
         ),
         "a misspelt variable of ours does nothing without a word": (
-            "        if name.upper().startswith(VARIABLES) and",
+            "        if meant.startswith(VARIABLES) and",
             "        if False and",
         ),
         "a switch of the environment is on whatever it says": (

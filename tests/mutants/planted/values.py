@@ -10,7 +10,7 @@ MISTAKES = {
             "name\n",
         ),
         "an option's name as a variable is ignored without a word": (
-            'f"{PREFIX}{name}" if name in options else ',
+            'f"{PREFIX}{name}" if alone else ',
             "",
         ),
         "another name of LMCACHE_CONFIG_FILE is ignored without a word": (
