@@ -56,6 +56,12 @@ MISTAKES = {
             "uneven = self.split",
         ),
     },
+    "lmcache_hybrid/scheduler/save_planner.py": {
+        "a chunk that ends inside a block that ranks share leaves no state": (
+            "computed % plan.state_tokens if plan.dcp > 1 and",
+            "computed % plan.state_tokens if False and",
+        ),
+    },
     "lmcache_hybrid/scheduler/load_planner.py": {
         "inside a block that ranks share the state goes to the block of its end": (
             "plan.state_block(block_ids[g], g, end)",
