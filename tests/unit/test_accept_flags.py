@@ -185,5 +185,5 @@ def test_a_file_of_flags_that_vllm_does_not_read_is_told(tmp_path):
     plain = make_arg_parser(FlexibleArgumentParser())
     assert plain.parse_args(["m", f"--config={file}"]).max_num_seqs is None
     assert plain.parse_args(["m", "--config", str(file)]).max_num_seqs == 7
-    with pytest.raises(ConfigError, match="^vLLM does not take these flags: --max-modl-len"):
+    with pytest.raises(ConfigError, match="^vLLM does not take these flags: .*--max-modl-len"):
         parse_flags("m", ["--config", str(file), "--max-modl-len", "1"])
