@@ -363,7 +363,7 @@ def test_code_from_outside_matters_and_none_leaves_the_text_as_it_was(made, monk
 
 def test_versions_matter(made, monkeypatch):
     before = of(made)
-    monkeypatch.setattr(module.record, "VERSION", 99)
+    monkeypatch.setattr(module.record_format, "VERSION", 99)
     recorded = of(made)
     monkeypatch.setattr(module, "_version", lambda name: "99")
     assert len({before, recorded, of(made)}) == 3
