@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.identity.media import may_cache
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.drops import UNFINISHED, Drop
@@ -63,9 +62,7 @@ class Arrivals:
         """
         plan, options = self._plan, self._options
         asked = self._configs.read(request)
-        prefix = None
-        if may_cache(request):
-            prefix = prefix_of(request, plan.block_size, self._hashes_per_block, asked.tags)
+        prefix = prefix_of(request, plan.block_size, self._hashes_per_block, asked.tags)
         # vLLM keeps only the last part's parameters, but those of earlier parts still hold for
         # their tokens.
         if before is not None and (prefix is None or before.tags != prefix.tags):

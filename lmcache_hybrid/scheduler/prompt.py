@@ -8,6 +8,7 @@ import msgspec
 
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.adapters import Adapter
+from lmcache_hybrid.identity.media import may_cache
 from lmcache_hybrid.protocol.prefix import Prefix
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def prefix_of(
     hashes_per_block: int,
     tags: tuple[tuple[str, str], ...] | None = (),
 ) -> Prefix | None:
-    """Return the prompt's whole blocks; None where its text alone forbids to cache it.
+    """Return the prompt's whole blocks; None when the request must not be cached.
 
     vLLM's block hashes cover tokens, multimodal items, LoRA name and path, and cache salt.
     Tags add the user's ``lmcache.tag.*`` and, once the ranks have reported it, the content of the
@@ -30,6 +31,8 @@ def prefix_of(
         tags: the user's, see :class:`.request_configs.RequestConfigs`.
     """
     if tags is None or getattr(request, "prompt_embeds", None) is not None:
+        return None
+    if not may_cache(request):
         return None
     lora = request.lora_request
     adapter = None if lora is None else Adapter(lora)

@@ -56,7 +56,7 @@ def setups(draw) -> Setup:
     # Only the ranks of one stage hold pages alike, and here each stage is one rank.
     stages = ranks > 1 and not drafts and "m" not in attention and draw(st.booleans())
     dcp = draw(st.sampled_from((1, 1, 2, 2, 3)))
-    if drafts or windows or scratch or stages:
+    if drafts or windows or scratch or stages or (wide and len(attention) > 1):
         dcp = 1
     elif dcp > 1:
         ranks = dcp * draw(st.integers(1, 4 // dcp))
