@@ -127,7 +127,7 @@ def _log(
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     taken = prompt_bytes(
         *(options, longest, step_tokens, plan.block_size, plan.unit, attention, states),
-        plan.state_tokens if plan.dcp > 1 else 0,
+        plan.chunk_unit,
     )
     ranks = vllm_config.parallel_config.tensor_parallel_size
     unit = plan.unit or plan.block_size

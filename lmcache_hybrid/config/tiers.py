@@ -64,7 +64,7 @@ def prompt_bytes(
     unit: int,
     attention_bytes: int,
     state_bytes: int,
-    state_tokens: int = 0,
+    chunk_unit: int = 0,
 ) -> int:
     """Return the bytes that a prompt of ``longest`` tokens leaves on a rank, states included.
 
@@ -73,9 +73,9 @@ def prompt_bytes(
         unit: U in tokens, 0 for hits at multiples of N only.
         attention_bytes: of all attention pages of one block.
         state_bytes: of all states at one boundary.
-        state_tokens: of a state's block, at whose multiples chunks end; 0 for N.
+        chunk_unit: tokens at whose multiples chunks end; 0 for N.
     """
-    chunk = chunk_tokens(step_tokens, state_tokens or block_size)
+    chunk = chunk_tokens(step_tokens, chunk_unit or block_size)
     interval = chunk if options.chunk_ends else options.checkpoint_tokens
     states = boundaries(longest, block_size, interval, unit)
     blocks = longest // block_size + sum(end % block_size > 0 for end in states)

@@ -86,6 +86,14 @@ class GroupPlan:
             (self.block_size // self.blocks_in(g) for g in self.states), default=self.block_size
         )
 
+    @property
+    def chunk_unit(self) -> int:
+        """Tokens at whose multiples the end of a prefill's chunk leaves a state.
+
+        In a block that ranks share, blocks of states end, too.
+        """
+        return self.state_tokens if self.dcp > 1 and self.unit else self.block_size
+
     def blocks_per_record(self, group: int) -> int:
         """Return the blocks in a record: N tokens of an attention group, one for a state."""
         return self.blocks_in(group) if group in self.attention else 1

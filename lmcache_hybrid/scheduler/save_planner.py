@@ -161,9 +161,7 @@ class SavePlanner:
         if not plan.states:
             # A resumed request may be past its prompt, as in _reached.
             return [boundary] if 0 < boundary <= len(tracker.prefix.hashes) else [], offers
-        # In a block that ranks share, blocks of states end, too.
-        misfit = computed % plan.state_tokens if plan.dcp > 1 and plan.unit else rest
-        if misfit or any(tokens == computed for _, _, tokens in offers):
+        if computed % plan.chunk_unit or any(tokens == computed for _, _, tokens in offers):
             return [], offers
         block_ids = block_state.get_block_ids(tracker.request.request_id)
         assert block_ids is not None

@@ -18,7 +18,7 @@ RAM = {"name": "LocalCPUBackend", "title": "RAM", "survives": False}
 REDIS = {"name": "RemoteBackend", "title": "redis://", "survives": True}
 FACTS = {
     "block_size": 16,
-    "chunks_end_at": 16,
+    "chunk_unit": 16,
     "unit": 0,
     "num_blocks": 4000,
     "groups": {"attention": 1, "window": 0, "state": 3},

@@ -61,7 +61,7 @@ class Plan:
 
 def chunk_of(facts: dict) -> int:
     """Return the tokens between two chunk ends that leave a state, 0 if none does."""
-    block, budget = facts["chunks_end_at"], facts["chunk_budget"]
+    block, budget = facts["chunk_unit"], facts["chunk_budget"]
     return max(1, budget // block) * block if budget else 0
 
 

@@ -54,7 +54,7 @@ class AcceptExtension:
             "served": True,
             "block_size": plan.block_size,
             "unit": plan.unit,
-            "chunks_end_at": plan.state_tokens if plan.dcp > 1 else plan.block_size,
+            "chunk_unit": plan.chunk_unit,
             "num_blocks": min(group.num_blocks for group in pages.values()),
             "groups": {
                 "attention": len(plan.attention),

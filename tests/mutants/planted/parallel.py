@@ -51,15 +51,13 @@ MISTAKES = {
             "            if dcp == 1 and all(map(_is_replicated, specs)):\n",
             "            if all(map(_is_replicated, specs)):\n",
         ),
+        "a chunk that ends inside a block that ranks share leaves no state": (
+            "return self.state_tokens if self.dcp > 1 and",
+            "return self.state_tokens if False and",
+        ),
         "blocks that ranks share are hit as a whole only": (
             "uneven = self.split and self.dcp == 1",
             "uneven = self.split",
-        ),
-    },
-    "lmcache_hybrid/scheduler/save_planner.py": {
-        "a chunk that ends inside a block that ranks share leaves no state": (
-            "computed % plan.state_tokens if plan.dcp > 1 and",
-            "computed % plan.state_tokens if False and",
         ),
     },
     "lmcache_hybrid/scheduler/load_planner.py": {
