@@ -41,7 +41,7 @@ $(VENV)/.ready: $(ready_needs)
 demo: venv  ## fill a disk store, restart the engine, answer from the store: under 5 minutes
 	$(BIN)/lmcache-hybrid demo
 
-test: venv  ## about ten minutes: a test of each promise, real engines included
+test: venv  ## about a quarter of an hour: a test of each promise, real engines included
 	$(BIN)/python -m tests.run
 
 test-all: venv  ## all tests; SHARD=i/n runs one of n parts that take equally long
