@@ -25,7 +25,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-engines bench-folders bench-reuse bench-digests bench-peers bench-prefetch bench-redis-clients bench-scale bench-serve bench-steps bench-weights lint docs wheel deployment-check release-check clean
+.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-engines bench-folders bench-reuse bench-digests bench-eight-bits bench-peers bench-prefetch bench-redis-clients bench-scale bench-serve bench-steps bench-user bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -91,6 +91,9 @@ bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a m
 bench-digests: venv  ## what a key costs, to docs/generated/digests.json and docs/security.md
 	$(BIN)/python -m benchmarks.digests
 
+bench-eight-bits: venv  ## answers behind states in eight bits: half an hour; to docs/generated/eight_bits.json and docs/design.md
+	$(BIN)/python -m benchmarks.eight_bits
+
 bench-peers: venv  ## LMCacheMPConnector and OffloadingConnector beside this package: an hour; to docs/generated/peers.json and docs/connectors.md
 	$(BIN)/python -m benchmarks.peers
 
@@ -112,6 +115,9 @@ bench-engines: venv  ## 200 engines on one Valkey, and 20 on a folder and a buck
 
 bench-steps: venv  ## the scheduler side's time in each step of long prompts, and for hints: three minutes; to docs/generated/steps.json
 	$(BIN)/python -m benchmarks.steps --out docs/generated/steps.json
+
+bench-user: venv  ## lmcache-hybrid bench of the demo's model: seven minutes; to docs/generated/bench.json and docs/performance.md
+	$(BIN)/python -m benchmarks.user_bench
 
 bench-serve: venv  ## servers asked by vLLM's own client, new prefixes first: hours; to docs/generated/cold.json and serve.json
 	$(BIN)/python -m benchmarks.serve.cold

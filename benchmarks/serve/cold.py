@@ -3,8 +3,8 @@
 
 Each run begins with empty caches and stores: servers are reset in between. Servers are made anew
 for each number of requests in flight, because the small pools hold what these need and no more.
-A family with one such number is a part of the file, with its own day and machine: a part that is
-measured again replaces only itself.
+What one run asks of a family with one such number is a part of the file, with its own day and
+machine: it replaces only parts whose arms it has.
 """
 
 import random
@@ -69,8 +69,8 @@ def main(
         with shown() as progress:
             for family in chosen(families, FAMILIES, "family"):
                 plan = _Plan(family, asked, counts, rounds, prefixes, prompts)
-                for model, count, part in plan.measure(progress):
-                    cold_report.keep(out, family, model, count, part)
+                for model, part in plan.measure(progress):
+                    cold_report.keep(out, family, model, part)
     figures = read(out)
     page = page_of(out, "performance.md")
     if page.exists():
@@ -96,10 +96,8 @@ class _Plan:
     prefixes: int
     prompts: int
 
-    def measure(
-        self, progress: Progress
-    ) -> Iterator[tuple[dict[str, str | int], int, dict[str, Any]]]:
-        """For each number of requests in flight: the model, that number, and the part."""
+    def measure(self, progress: Progress) -> Iterator[tuple[dict[str, str | int], dict[str, Any]]]:
+        """For each number of requests in flight: the model, and the part."""
         from benchmarks.performance.model import make_model
 
         task = progress.add_task(
@@ -130,12 +128,13 @@ class _Plan:
                         server.wait()
                     empty = redis.Redis(port=valkey.port).flushall
                     runs = self._rounds_of(count, servers, empty, model, place, progress, task)
-                yield model.record, count, self._part(count, count * need + 1, runs)
+                yield model.record, self._part(count, count * need + 1, runs)
 
     def _part(self, count: int, blocks: int, runs: Mapping[str, Any]) -> dict[str, Any]:
         workload = self._workload(count)
         return {
             **header("benchmarks.serve.cold"),
+            "at_once": count,
             "rounds": self.rounds,
             "workload": asdict(workload),
             "small_pool_blocks": blocks,

@@ -22,27 +22,27 @@ HEAD = (
 )
 
 
-def keep(
-    out: Path, family: str, model: Mapping[str, Any], at_once: int, part: Mapping[str, Any]
-) -> None:
-    """Write one part into the file. Parts with another model of the family are dropped.
+def keep(out: Path, family: str, model: Mapping[str, Any], part: Mapping[str, Any]) -> None:
+    """Write one part into the file, in place of those whose arms it has with as many requests.
 
-    Args:
-        at_once: requests in flight at most, which the part is of.
+    Parts with another model of the family are dropped.
     """
     figures = read(out) if out.exists() else {"families": {}}
     known = figures["families"].get(family, {})
-    parts = known["parts"] if known.get("model") == model else {}
-    parts[str(at_once)] = part
-    parts = {name: parts[name] for name in sorted(parts, key=int)}
+    parts = [
+        each
+        for each in (known["parts"] if known.get("model") == model else [])
+        if each["at_once"] != part["at_once"] or not each["runs"].keys() <= part["runs"].keys()
+    ]
+    parts = sorted([*parts, part], key=lambda each: each["at_once"])
     figures["families"][family] = {"model": model, "parts": parts}
     write(out, figures)
 
 
 def _rows(family: Mapping[str, Any]) -> Iterator[list[str]]:
     """One for each arm; ratios to vLLM with a pool for everything, taken within each round."""
-    for count, part in family["parts"].items():
-        arms = part["runs"]
+    for part in family["parts"]:
+        count, arms = part["at_once"], part["runs"]
         for arm, run in arms.items():
             cells = []
             for name in SHOWN:
@@ -65,15 +65,15 @@ def fill(page: Path, figures: Mapping[str, Any]) -> None:
     blocks = []
     for family in figures["families"].values():
         table = markdown(HEAD, _rows(family))
-        made = "\n".join(_made(count, part) for count, part in family["parts"].items())
+        made = "\n".join(map(_made, family["parts"]))
         blocks.append(f"{named(family['model'])}:\n\n{table}\n\n{made}")
     replace(page, "cold", "\n\n".join(blocks))
 
 
-def _made(count: str, part: Mapping[str, Any]) -> str:
+def _made(part: Mapping[str, Any]) -> str:
     return (
-        f"- {count} at once: `{part['command']}`, medians of {part['rounds']}; small pools of "
-        f"{part['small_pool_blocks']} blocks; {part['date']}; {part['machine']}."
+        f"- {part['at_once']} at once: `{part['command']}`, medians of {part['rounds']}; "
+        f"small pools of {part['small_pool_blocks']} blocks; {part['date']}; {part['machine']}."
     )
 
 

@@ -12,7 +12,7 @@ import typer
 from benchmarks.figures import header, write
 
 # Prompts with a hint, in blocks, and how many of each.
-HINTED, REQUESTS = (64, 3000), 1000
+HINTED, REQUESTS = (64, 340, 3000), 1000
 # A step of ten times the blocks may take so many times as long: no more than noise.
 GROWTH = 3.0
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: F401
 from vllm.sampling_params import SamplingParams
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
@@ -141,8 +142,9 @@ def request(name: str, blocks: int, params: dict[str, Any] | None = None) -> Req
 
 
 def begin() -> None:
-    """What vLLM does in an engine, so that blocks have hashes."""
+    """What vLLM does in an engine: blocks have hashes, and what is there is no garbage."""
     init_none_hash(sha256_cbor)
+    freeze_gc_heap()
 
 
 def timed(function, *args) -> float:

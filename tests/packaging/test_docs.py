@@ -21,6 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from benchmarks.peers import report as peers_report
+from benchmarks.user_bench import __main__ as user_bench
 from benchmarks.weights import report as weights_report
 from lmcache_hybrid.config import stores
 from lmcache_hybrid.config.lmcache_options import EXTRA_OPTIONS, OPTIONS
@@ -224,6 +225,16 @@ def test_the_tables_of_connectors_are_those_of_the_figures(tmp_path: Path) -> No
     peers_report.fill(page, figures)
     assert page.read_text() == text, "run python -m benchmarks.peers --render-only"
     assert len(rows_of(text, "peers")) > 14
+
+
+def test_the_page_shows_what_bench_prints() -> None:
+    figures = json.loads((DOCS / "generated/bench.json").read_text())
+    shown = user_bench.screen(figures).splitlines()
+    assert len(shown) > 15
+    assert rows_of(pages()["docs/performance.md"], "bench") == set(shown)
+    assert figures["flags"] == [*user_bench.FLAGS] and figures["model"] == user_bench.MODEL
+    words = ("bench", user_bench.MODEL, "--out", "bench.json", "--", *user_bench.FLAGS)
+    assert " ".join(words) in pages()["docs/performance.md"]
 
 
 def test_site_fetches_nothing() -> None:

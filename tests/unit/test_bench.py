@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lmcache-hybrid bench``: what it asks, what it says, and how it ends."""
 
+import importlib
 import itertools
 import json
 from dataclasses import replace
@@ -174,3 +175,16 @@ def test_it_measures_the_users_own_stores_with_prompts_of_its_own(monkeypatch, t
     (one, first), (other, second) = seen
     assert one != other
     assert (first == second == str(file)) == bool(given)
+
+
+@pytest.mark.parametrize("cpu, cores", [(True, ""), (True, "0,1"), (False, "")])
+def test_it_says_that_a_connector_changes_the_cores_of_a_cpu(monkeypatch, cpu, cores):
+    module = importlib.import_module("lmcache_hybrid.tools.cli.bench")
+    monkeypatch.setattr(module, "_on_cpu", lambda: cpu)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    if cores:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
+    found = [measured(ALONE), measured(WITH)]
+    monkeypatch.setattr("lmcache_hybrid.tools.bench.run.measure", lambda *rest: found)
+    told = CliRunner().invoke(app, ["bench", "some/model"]).output
+    assert ("set VLLM_CPU_OMP_THREADS_BIND to cores, such as 0-7." in told) == (cpu and not cores)

@@ -71,8 +71,11 @@ def test_the_page_gets_a_table_for_each_family(tmp_path: Path) -> None:
     out = tmp_path / "cold.json"
     for family in ("granite4", "qwen3_next"):
         for count in (16, 4):
-            cold_report.keep(out, family, {"family": family, **model}, count, part)
-    cold_report.keep(out, "granite4", {"family": "granite4", **model}, 4, part | {"rounds": 5})
+            cold_report.keep(out, family, {"family": family, **model}, part | {"at_once": count})
+    granite = {"family": "granite4", **model}
+    cold_report.keep(out, "granite4", granite, part | {"at_once": 4, "rounds": 5})
+    other = {"at_once": 16, "rounds": 7, "runs": {"unlimited": run, "small": twice}}
+    cold_report.keep(out, "granite4", granite, part | other)
     figures = json.loads(out.read_text())
     cold_report.fill(page, figures)
     text = page.read_text()
@@ -84,5 +87,7 @@ def test_the_page_gets_a_table_for_each_family(tmp_path: Path) -> None:
     made = "- 4 at once: `python -m benchmarks.serve.cold`, medians of 5; small pools of 77 blocks;"
     assert made in text and text.count("medians of 3") == 3, "the others are as they were"
     assert len(list(cold_report.tables(figures))) == 2
-    cold_report.keep(out, "granite4", {"family": "granite4", **model, "layers": 4}, 4, part)
-    assert list(json.loads(out.read_text())["families"]["granite4"]["parts"]) == ["4"]
+    assert text.index("| 16, ram |") < text.index("| 16, small |"), "a part of other arms"
+    assert text.count("- 16 at once: ") == 3
+    cold_report.keep(out, "granite4", granite | {"layers": 4}, part | {"at_once": 4})
+    assert len(json.loads(out.read_text())["families"]["granite4"]["parts"]) == 1

@@ -20,6 +20,11 @@ from lmcache_hybrid.tools.cli.terminal import (
 )
 
 EXIT_FAILED = 1
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+OTHER_CORES = (
+    "On a CPU, vLLM computes on other cores beside a connector than without one: to compare both "
+    f"on the same, set {BINDING} to cores, such as 0-7."
+)
 # Default stores of servers with LMCache: RAM, and a disk that survives the restart.
 POOL_GB, DISK_GB = 4.0, 16.0
 
@@ -83,7 +88,15 @@ def bench(
     if out is not None:
         out.write_text(json.dumps(as_json(model, vllm_flags or [], load, found), indent=1) + "\n")
     print_table(Console(highlight=False), found)
+    if BINDING not in os.environ and _on_cpu():
+        errors.print(OTHER_CORES, soft_wrap=True)
     log.unlink()
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
 
 
 def _written(folder: Path) -> Path:
