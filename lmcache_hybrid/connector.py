@@ -32,9 +32,9 @@ from lmcache_hybrid.core.groups import plan_groups
 from lmcache_hybrid.core.threads import before_the_process_ends
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats, counts_of
+from lmcache_hybrid.protocol.failed_loads import SlowLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
 from lmcache_hybrid.protocol.record_reports import RankReports
-from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
@@ -245,7 +245,9 @@ class HybridConnector(KVConnectorBase_V1):
         problem = self._problem
         try:
             config = self._manager and self._manager.config
-            pages = map_pages(self._vllm_config, self.kv_cache_config, self.plan, kv_caches, config)
+            pages = map_pages(
+                self._vllm_config, self.kv_cache_config, self.plan, kv_caches, config, self._options
+            )
         except Exception as error:
             refusal = error if isinstance(error, ConfigError) else None
             problem = problem or f"its KV cache cannot be mapped: {error!r}"

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.drafts import may_spoil_chunk_ends, why_hits_are_shorter
-from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
+from lmcache_hybrid.config.no_hits import relative, with_few_hits, without_hits
 from lmcache_hybrid.config.options import Options, log_events, log_remarks, log_sharing
 from lmcache_hybrid.config.stores import in_the_clear
 from lmcache_hybrid.config.stores.base import folders_in
 from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers
 from lmcache_hybrid.core.groups import GroupPlan, page_bytes, suggested_unit
-from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.pin_limit import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
+from lmcache_hybrid.scheduler.step_ends import Drafter
 from lmcache_hybrid.scheduler.waits import IdleSteps
 from lmcache_hybrid.storage.disk.files import delete_old_prompts
 
@@ -92,10 +92,14 @@ def _warn(
     log_remarks(vllm_config)
     for sentence in with_few_hits(config):
         logger.warning("%s", sentence)
+    for folder in folders_in("local_disk", config.local_disk) if config.local_disk else ():
+        if told := relative("local_disk", folder):
+            logger.warning("%s; write the whole path.", told)
     finer = suggested_unit(plan.state_tokens) if plan.with_unit(1).unit else 0
     longest = vllm_config.model_config.max_model_len
     role = vllm_config.kv_transfer_config.kv_role
-    for sentence in without_hits(config, role, longest, plan.unit or plan.block_size, finer):
+    unit, most = plan.unit or plan.block_size, options.max_tokens_per_load
+    for sentence in without_hits(config, role, longest, unit, finer, most):
         logger.warning("LMCache will not serve hits: %s", sentence)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_hybrid.config.options import Options
-from lmcache_hybrid.config.store_sizes import check_sizes
+from lmcache_hybrid.config.store_sizes import check_folder_limit, check_sizes
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.faults import caught
@@ -36,6 +36,7 @@ def map_pages(
     plan: GroupPlan,
     kv_caches: dict[str, torch.Tensor],
     config: "LMCacheEngineConfig | None",
+    options: Options,
 ) -> dict[int, GroupPages]:
     """Map the pages of every group.
 
@@ -64,6 +65,7 @@ def map_pages(
     if config is not None:
         sizes = [group.block_bytes for group in pages.values()]
         check_sizes(config, max(sizes), sum(sizes), len(sizes))
+        check_folder_limit(options, sum(sizes), len(sizes))
     return pages
 
 

@@ -19,7 +19,7 @@ vLLM calls :func:`register` in the API server, in EngineCore and in every worker
 | ``executors`` | the start of ranks by Ray, which are told who their scheduler is |
 | ``sleep`` | the workers' sleep mode, of which the connector is told |
 | ``look_ahead`` | what block hashes cover beside a drafter (a repair, too) |
-| ``media`` | renderers in the API server, which mark how media are named |
+| ``media_marks`` | renderers in the API server, which mark how media are named |
 """
 
 import logging
@@ -70,13 +70,13 @@ def _install() -> str | None:
             executors,
             loaders,
             look_ahead,
-            media,
+            media_marks,
             partial_hits,
             sessions,
         )
 
         configuration.install()
-        media.install()
+        media_marks.install()
         compat.install()
         look_ahead.install()
         cpu.install()

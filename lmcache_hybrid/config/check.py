@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, refusals
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
-from lmcache_hybrid.config.options import Options, read_options
-from lmcache_hybrid.config.other_names import name_as_redis
-from lmcache_hybrid.config.own_options import TRUSTED_OWNER_KEY, sound_own_options
-from lmcache_hybrid.config.parallel import local_ranks
-from lmcache_hybrid.config.redis_credentials import hide_passwords
-from lmcache_hybrid.config.values import (
+from lmcache_hybrid.config.lmcache_values import (
     as_lmcache_reads,
     problems,
     read_values,
     settle_empty,
     unprefixed,
 )
+from lmcache_hybrid.config.options import Options, read_options
+from lmcache_hybrid.config.other_names import name_as_redis
+from lmcache_hybrid.config.own_options import TRUSTED_OWNER_KEY, sound_own_options
+from lmcache_hybrid.config.parallel import local_ranks
+from lmcache_hybrid.config.redis_credentials import hide_passwords
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.upstream.lmcache_home import take
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -18,6 +19,17 @@ from lmcache_hybrid.config.container import memory_limit
 from lmcache_hybrid.config.folders import check_folder, trusted_owner
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.lmcache_options import EXTRA_OPTIONS, OPTIONS, LMCacheOption
+from lmcache_hybrid.config.lmcache_values import (
+    Values,
+    as_lmcache_reads,
+    misspelt,
+    problems,
+    read_values,
+    settle_empty,
+    taken_away,
+    unasked,
+    without_prefix,
+)
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.own_options import (
     KEY_FILE_KEY,
@@ -34,16 +46,6 @@ from lmcache_hybrid.config.redis_credentials import (
 )
 from lmcache_hybrid.config.stores import all_places, check_places, places, shared_folders
 from lmcache_hybrid.config.stores.base import folders_in
-from lmcache_hybrid.config.values import (
-    Values,
-    as_lmcache_reads,
-    misspelt,
-    problems,
-    read_values,
-    settle_empty,
-    taken_away,
-    without_prefix,
-)
 from lmcache_hybrid.core.digests import read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.upstream.lmcache_home import take
@@ -56,6 +58,10 @@ logger = init_logger("vllm.lmcache_hybrid.config.lmcache_config")
 
 DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
+# How LMCache divides the folders of local_disk.
+BY_GPU = "by_gpu"
+# Key of LMCache's extra_config.
+_NODES_OF_GPUS = "gpu_to_numa_mapping"
 
 
 def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCacheEngineConfig":
@@ -86,8 +92,10 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
     own = [*without_prefix(transfer_extra), *own_options.problems(transfer_extra, os.environ)]
     if wrong := [*_problems({**written, **extra}, bool(own)), *own]:
         raise ConfigError(*wrong, *_unusable_key(transfer_extra))
-    for sentence in () if quiet else (*taken_away(file, os.environ), *misspelt(os.environ)):
-        logger.warning("%s", sentence)
+    if not quiet:
+        moot = taken_away(file, os.environ), unasked(file, os.environ, transfer_extra)
+        for sentence in (*chain(*moot), *misspelt(os.environ)):
+            logger.warning("%s", sentence)
     try:
         with _knowing_our_options():
             # LMCache has one per process, but the values set here are this engine's.
@@ -98,6 +106,13 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
             raise ConfigError(*refused) from error
         raise
     except (AttributeError, TypeError) as error:
+        where, url = written.get("remote_config_url", ("", None))
+        if url:
+            raise ConfigError(
+                f"LMCache fails on the answer of the server that {where} names "
+                f"({type(error).__name__}); have it answer with a table that has a list 'configs', "
+                f"or remove {where}."
+            ) from error
         raise ConfigError(
             f"LMCache fails on its configuration ({type(error).__name__}); correct the values of "
             "its file, also those that the environment takes the place of."
@@ -137,7 +152,7 @@ def _leave_as_written(config: "LMCacheEngineConfig", values: Values) -> None:
 
 
 def _problems(values: Values, others: bool) -> Iterator[str]:
-    """Yield :func:`.values.problems`; where there are any, with options that are refused.
+    """Yield :func:`.lmcache_values.problems`; where there are any, with options that are refused.
 
     Args:
         others: whether there are problems of other kinds.
@@ -202,6 +217,13 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
                 name,
             )
     config.use_layerwise = config.enable_async_loading = False
+    config.local_disk_path_sharding = BY_GPU  # LMCache opens no disk without one
+    # Of its controller, which is refused; LMCache fails on one that is no rank.
+    config.lmcache_worker_ids = None
+    if config.numa_mode == "manual":
+        # In JSON keys are texts, by which LMCache finds no GPU.
+        nodes = config.extra_config[_NODES_OF_GPUS]
+        config.extra_config[_NODES_OF_GPUS] = {int(gpu): node for gpu, node in nodes.items()}
     if config.pre_caching_hash_algorithm != STABLE_HASH:
         logger.info(
             "Setting pre_caching_hash_algorithm from %r to %r: keys of a hybrid model come from "
@@ -232,12 +254,18 @@ def _checks(
     config: "LMCacheEngineConfig", block_size: int | None, ranks: int
 ) -> Iterator[Callable[[], None]]:
     extra = config.extra_config or {}
-    own = {name for place in places(config) for name in place.kind.own_options}
+    remote = places(config)
+    own = {name for place in remote for name in place.kind.own_options}
     for name, option in OPTIONS.items():
         yield partial(_check_option, name, getattr(config, name, None), option)
+        yield partial(_check_time, name, getattr(config, name, None), option)
     for name, option in EXTRA_OPTIONS.items():
-        if name not in own:
-            yield partial(_check_option, f"extra_config.{name}", extra.get(name), option)
+        if name in extra and name not in own:
+            yield partial(_check_option, f"extra_config.{name}", extra[name], option)
+            # LMCache's health monitor pings remote stores only.
+            if remote:
+                yield partial(_check_number, f"extra_config.{name}", extra[name], option)
+    yield partial(_check_numa, config)
     yield partial(_check_remote, config)
     yield partial(_check_memory, config, ranks)
     yield partial(_check_disk, config)
@@ -251,7 +279,8 @@ def _refused(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each option that is set and refused."""
     extra = values.get("extra_config") or {}
     written = [(name, values.get(name), each) for name, each in OPTIONS.items()]
-    written += [(f"extra_config.{n}", extra.get(n), each) for n, each in EXTRA_OPTIONS.items()]
+    given = ((n, each) for n, each in EXTRA_OPTIONS.items() if n in extra)
+    written += [(f"extra_config.{n}", extra[n], each) for n, each in given]
     for name, value, option in written:
         if option.refused:
             try:
@@ -266,11 +295,54 @@ def _check_option(name: str, value: Any, option: LMCacheOption) -> None:
             f"LMCache option {name}={shown(value)} does not work on a hybrid model: "
             f"{option.refused}."
         )
+
+
+def _check_time(name: str, value: Any, option: LMCacheOption) -> None:
     # Written so that NaN is also refused.
     if option.above is not None and (value is None or not value > option.above):
         raise ConfigError(
             f"LMCache option {name}={value!r} leaves no time to wait; set it to a number of "
             f"{option.unit} above {option.above}, or remove it for LMCache's default."
+        )
+    if option.most is not None and value > option.most:
+        raise ConfigError(
+            f"LMCache option {name}={value!r} is longer than a timer takes; set it to "
+            f"{option.most} {option.unit} or less, or remove it for LMCache's default."
+        )
+
+
+def _check_number(name: str, value: Any, option: LMCacheOption) -> None:
+    """Refuse what LMCache would fail on, or never end, where it does not convert the value."""
+    if option.unit and not (
+        type(value) in (int, float)
+        and (option.above is None or value > option.above)
+        and (option.least is None or value >= option.least)
+        and (option.most is None or value <= option.most)
+    ):
+        bound = f"above {option.above}" if option.above is not None else f"from {option.least}"
+        most = f" to {option.most}" if option.most is not None else ""
+        raise ConfigError(
+            f"LMCache option {name}={value!r} is not a number of {option.unit} {bound}{most}; "
+            "write one without quotes, or remove it for LMCache's default."
+        )
+
+
+def _check_numa(config: "LMCacheEngineConfig") -> None:
+    """Refuse a ``numa_mode`` with which LMCache opens no store."""
+    mode = config.numa_mode
+    if mode not in (None, "auto", "manual"):
+        raise ConfigError(
+            f"LMCache option numa_mode={mode!r} is not a mode; write auto or manual, or remove it."
+        )
+    nodes = (config.extra_config or {}).get(_NODES_OF_GPUS)
+    known = isinstance(nodes, dict) and all(
+        str(gpu).isdecimal() and type(node) is int for gpu, node in nodes.items()
+    )
+    if mode == "manual" and not (nodes and known):
+        raise ConfigError(
+            f"LMCache option numa_mode='manual' has extra_config.{_NODES_OF_GPUS}={nodes!r}, which "
+            "is no table of NUMA nodes by number of GPU; write one such as {0: 0, 1: 1}, or set "
+            "numa_mode to auto."
         )
 
 
@@ -365,6 +437,11 @@ def _check_disk(config: "LMCacheEngineConfig") -> None:
         raise ConfigError(
             f"LMCache option max_local_disk_size={config.max_local_disk_size} turns local_disk "
             "off; set it to the GB you want to use."
+        )
+    if (sharding := config.local_disk_path_sharding) not in (None, BY_GPU):
+        raise ConfigError(
+            f"LMCache option local_disk_path_sharding={sharding!r} is none that LMCache knows; "
+            f"write {BY_GPU}, or remove it."
         )
     for folder in folders_in("LMCache option local_disk", config.local_disk):
         check_folder("local_disk", folder, trusted_owner(config))

@@ -163,16 +163,34 @@ def log_sharing(vllm_config: "VllmConfig", options: Options) -> None:
 
 
 def log_events(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> None:
-    """Log if only one of vLLM and LMCache was told to publish KV cache events."""
-    if _publishes(vllm_config) and not config.enable_kv_events:
+    """Log if only one of vLLM and LMCache publishes KV cache events."""
+    publishes = _publishes(vllm_config)
+    if publishes and not config.enable_kv_events:
         logger.info(
             "vLLM publishes KV cache events of its own cache only; set LMCache's enable_kv_events "
             "to true for those of what LMCache stores."
         )
-    elif config.enable_kv_events and not _publishes(vllm_config):
-        logger.warning(
+    inside = BESIDE_KEY in vllm_config.kv_transfer_config.kv_connector_extra_config
+    for sentence in without_events(config, publishes, inside):
+        logger.warning("%s", sentence)
+
+
+def without_events(config: "LMCacheEngineConfig", publishes: bool, inside: bool) -> Iterator[str]:
+    """Yield a sentence if LMCache is told to publish KV cache events, and cannot.
+
+    Args:
+        publishes: whether vLLM publishes events.
+        inside: whether the connector is in a MultiConnector.
+    """
+    if config.enable_kv_events and not publishes:
+        yield (
             "LMCache option enable_kv_events=True has no effect, because vLLM publishes no events; "
             """add --kv-events-config '{"enable_kv_cache_events": true}', or set it to false."""
+        )
+    elif config.enable_kv_events and inside:
+        yield (
+            "LMCache option enable_kv_events=True has no effect in a MultiConnector, where vLLM "
+            "does not ask ranks what they hold; use LMCacheConnectorV1 alone, or set it to false."
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.own_options import MAX_SIZE_KEY
 from lmcache_hybrid.config.stores import places
-from lmcache_hybrid.core.prefill import boundaries, chunk_tokens
+from lmcache_hybrid.core.expected_states import boundaries, chunk_tokens
 from lmcache_hybrid.core.sizes import GIB
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 
 vLLM names an item by the hash of its content, or by the client's ``multi_modal_uuids``, and block
 hashes cover either name. The process that reads the item marks the request, see
-:mod:`vllm_patch.media`; the scheduler reads the mark here.
+:mod:`vllm_patch.media_marks`; the scheduler reads the mark here.
 """
 
 from typing import TYPE_CHECKING

@@ -25,7 +25,7 @@ class LoadSpec:
             ``window.first(start, boundary) .. boundary - 1``.
         tail: in tokens; the load then ends inside block ``boundary``.
         deadline: ``time.monotonic`` after which computing is faster. The load is aborted as soon
-            as its rate shows that it will be late, see :class:`.pace.Pace`.
+            as its rate shows that it will be late, see :class:`.late_loads.Pace`.
     """
 
     request_id: str

@@ -50,7 +50,7 @@ class RankReports(KVConnectorKVEvents):
 
     vLLM joins the ranks' events with :meth:`add_events`. Its own aggregation keeps only events on
     which the ranks agree; ours may report at different steps, so all reports are kept and
-    :mod:`lmcache_hybrid.scheduler.announced_prefixes` combines them.
+    :mod:`lmcache_hybrid.scheduler.event_prefixes` combines them.
     """
 
     def __init__(self, reports: Sequence[RankReport]) -> None:

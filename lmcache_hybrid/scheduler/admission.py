@@ -49,7 +49,7 @@ class Admission:
         drop = tracker.drop
         if drop is not None and self._drops.waits(request, drop, self._lookups.wait.idle):
             return None
-        tracker.checkpoints.begin(request.num_tokens)
+        tracker.step_ends.begin(request.num_tokens)
         gain = self._gain(tracker, num_computed_tokens)
         if gain is not None and tracker.may_load and not request.skip_reading_prefix_cache:
             must_wait = self._prefills.wait(tracker, num_computed_tokens + gain)
@@ -81,7 +81,7 @@ class Admission:
             if tracker.request.skip_reading_prefix_cache:
                 self._lookups.learn_stored(tracker, wait=True)
                 found = tracker.stored.attention
-            tracker.checkpoints.junction = found * self._plan.block_size
+            tracker.step_ends.junction = found * self._plan.block_size
             gain = self._judge(tracker, result, num_computed_tokens)
         if not gain:
             self._lookups.withdraw(tracker)

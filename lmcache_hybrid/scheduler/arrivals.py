@@ -7,7 +7,6 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.drops import UNFINISHED, Drop
 from lmcache_hybrid.scheduler.keeps import Keep
 from lmcache_hybrid.scheduler.prefetches import Prefetch
@@ -19,8 +18,9 @@ from lmcache_hybrid.scheduler.request_configs import (
     RequestConfigs,
     RequestConfigsReader,
 )
-from lmcache_hybrid.scheduler.short_prompts import ShortPromptAdvice
+from lmcache_hybrid.scheduler.step_ends import Drafter, StepEnds
 from lmcache_hybrid.scheduler.tracker import RequestTracker
+from lmcache_hybrid.scheduler.unit_advice import ShortPromptAdvice
 from lmcache_hybrid.scheduler.whole_items import barred_boundaries
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Arrivals:
         if reason := unsaved or ("short" if short else _why_unread(request)):
             with self._ledger as counts:
                 counts.skipped_requests[reason] += 1
-        checkpoints = Checkpoints(
+        step_ends = StepEnds(
             plan.block_size,
             options.checkpoint_tokens,
             options.save_decode,
@@ -92,7 +92,7 @@ class Arrivals:
             state_tokens=plan.state_tokens,
         )
         if keep is not None:
-            tokens, marks = request.num_prompt_tokens, None if unsaved else checkpoints
+            tokens, marks = request.num_prompt_tokens, None if unsaved else step_ends
             keep.begin(plan, options.keep_share, tokens, prefix is not None, marks)
             if keep.error:
                 with self._ledger as counts:
@@ -101,7 +101,7 @@ class Arrivals:
             request,
             prefix or Prefix(()),
             unsaved is None,
-            checkpoints,
+            step_ends,
             inner=inner,
             tags=None if prefix is None else prefix.tags,
             skip_save=unsaved == "skip_save",

@@ -30,7 +30,7 @@ from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.protocol.record_reports import DISK, RAM, REMOTE, RankReports, Tier
-from lmcache_hybrid.scheduler.announced_prefixes import (
+from lmcache_hybrid.scheduler.event_prefixes import (
     AnnouncedPrefixes,
     BlockKey,
     Change,

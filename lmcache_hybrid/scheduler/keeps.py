@@ -21,10 +21,10 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.drops import UNCACHEABLE
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import inner_hashes
+from lmcache_hybrid.scheduler.step_ends import StepEnds
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -103,7 +103,7 @@ class Keep:
         share: float,
         tokens: int,
         cacheable: bool,
-        marks: Checkpoints | None,
+        marks: StepEnds | None,
     ) -> None:
         """Find out whether anything can be kept. Mutates ``marks``.
 
@@ -111,7 +111,7 @@ class Keep:
             share: of a backend's bytes that may be kept; 0 for nothing.
             tokens: of its prompt.
             cacheable: whether that may be cached.
-            marks: its checkpoints; None where nothing of it is stored.
+            marks: where its steps end; None where nothing of it is stored.
         """
         size, to = plan.block_size, self.to
         if self.error:
@@ -159,7 +159,7 @@ class Keeps:
         keep: Keep,
         request: "Request",
         prefix: Prefix,
-        marks: Checkpoints,
+        marks: StepEnds,
         save: bool,
         start: int,
     ) -> None:

@@ -30,7 +30,7 @@ def question_of(
         limit,
         floor,
         limit_tail=tail,
-        barred=tuple(tracker.checkpoints.barred),
+        barred=tuple(tracker.step_ends.barred),
         states_at=_computed_anyway(tracker, floor, plan.block_size, limit, least),
         claims=not request.skip_reading_prefix_cache,
     )

@@ -43,7 +43,7 @@ def prefix_of(
 def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: int) -> Prefix:
     """Lengthen ``prefix`` to the request's first ``blocks`` blocks, as far as they have hashes.
 
-    Beside a drafter a full block may have none yet, see :class:`.checkpoints.Drafter`.
+    Beside a drafter a full block may have none yet, see :class:`.step_ends.Drafter`.
     """
     first = len(prefix.hashes)
     blocks = min(blocks, len(request.block_hashes) // hashes_per_block)

@@ -48,17 +48,17 @@ class SavePlanner:
             computed: tokens in vLLM's own cache.
             gain: tokens that are loaded.
         """
-        size, checkpoints = self._plan.block_size, tracker.checkpoints
+        size, step_ends = self._plan.block_size, tracker.step_ends
         if tracker.save:
-            # vLLM has just set its own; Checkpoints says what this attribute does.
+            # vLLM has just set its own; StepEnds says what this attribute does.
             junction = tracker.request.shared_prefix_boundary
-            checkpoints.junction = max(checkpoints.junction, junction)
+            step_ends.junction = max(step_ends.junction, junction)
             self._aim(tracker, computed + gain)
         started = {computed // size * size, computed + gain}
         # Inside a block it counts until a deeper boundary is stored, see _keep.
         whole = len(tracker.prefix.hashes) * size
         tracker.likeliest = {b for b in started if 0 < b <= whole and b % size == 0}
-        tracker.chunks = tracker.save and checkpoints.wants_end(computed + gain)
+        tracker.chunks = tracker.save and step_ends.wants_end(computed + gain)
 
     def plan(
         self,
@@ -105,14 +105,14 @@ class SavePlanner:
 
         The boundary lies past the current step.
         """
-        tracker.checkpoints.meetings.add(boundary)
+        tracker.step_ends.meetings.add(boundary)
         self._aim(tracker, tracker.request.num_computed_tokens)
 
     def _aim(self, tracker: RequestTracker, computed: int) -> None:
         """Let vLLM end a step at the next boundary wanted past ``computed`` tokens."""
-        boundary = tracker.request.shared_prefix_boundary = tracker.checkpoints.after(computed)
+        boundary = tracker.request.shared_prefix_boundary = tracker.step_ends.after(computed)
         # Drafts decide how far generated tokens reach: there wait for vLLM to hand off the state.
-        said = bool(self._plan.states) and boundary >= tracker.checkpoints.known
+        said = bool(self._plan.states) and boundary >= tracker.step_ends.known
         tracker.next_unoffered = 0 if said else boundary
 
     def _reach(self, tracker: RequestTracker, boundary: int) -> None:
@@ -154,9 +154,9 @@ class SavePlanner:
         Returns:
             The boundary in blocks for models without states, and ``offers`` with its states.
         """
-        tracker.chunks, plan = tracker.checkpoints.wants_end(computed), self._plan
+        tracker.chunks, plan = tracker.step_ends.wants_end(computed), self._plan
         boundary, rest = divmod(computed, plan.block_size)
-        if not tracker.chunks or computed - rest in tracker.checkpoints.barred:
+        if not tracker.chunks or computed - rest in tracker.step_ends.barred:
             return [], offers
         if not plan.states:
             # A resumed request may be past its prompt, as in _reached.
@@ -199,7 +199,7 @@ class SavePlanner:
                 continue  # stored already, or of generated tokens without save_decode
             if inside and tokens > tracker.inner:
                 continue
-            if tokens in tracker.checkpoints.barred:
+            if tokens in tracker.step_ends.barred:
                 self.drop_offers("inside_media", 1)
                 continue
             misfit = tokens % self._plan.unit if inside else rest
@@ -267,21 +267,19 @@ class SavePlanner:
         attention: Sequence[tuple[int, tuple[Block, ...]]],
     ) -> tuple[int, ...]:
         """Return the boundaries in tokens to evict last; () if this save changes nothing."""
-        size, checkpoints = self._plan.block_size, tracker.checkpoints
-        new = [boundary for boundary in reached if checkpoints.lasting(boundary)]
+        size, step_ends = self._plan.block_size, tracker.step_ends
+        new = [boundary for boundary in reached if step_ends.lasting(boundary)]
         # Pages that a prompt's last step stores behind its last state would outlive that state.
-        first = attention[0][0] * size if attention else checkpoints.known
-        behind = (
-            checkpoints.end in tracker.likeliest and checkpoints.end <= first < checkpoints.known
-        )
+        first = attention[0][0] * size if attention else step_ends.known
+        behind = step_ends.end in tracker.likeliest and step_ends.end <= first < step_ends.known
         if not new and not behind:
             return ()
         tracker.likeliest.update(new)
         # In generated tokens the next turn needs only the deepest boundary.
         whole = {b for b in tracker.likeliest if b % size == 0}
-        tracker.likeliest.difference_update(sorted(b for b in whole if b > checkpoints.last)[:-1])
+        tracker.likeliest.difference_update(sorted(b for b in whole if b > step_ends.last)[:-1])
         # One inside a block is needed until there is a deeper one, or where prompts part.
-        inner = tracker.likeliest - whole - {checkpoints.junction}
+        inner = tracker.likeliest - whole - {step_ends.junction}
         tracker.likeliest.difference_update(inner - {max(tracker.likeliest)})
         return tuple(sorted(tracker.likeliest))
 

@@ -12,11 +12,10 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.failed_loads import SlowLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
-from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.scheduler.admission import Admission
 from lmcache_hybrid.scheduler.arrivals import Arrivals
-from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.drops import Drops
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.keeps import RESET, Keeps
@@ -29,6 +28,7 @@ from lmcache_hybrid.scheduler.lookups import Lookups
 from lmcache_hybrid.scheduler.pin_limit import Pins
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
+from lmcache_hybrid.scheduler.step_ends import Drafter
 from lmcache_hybrid.scheduler.store_watch import StoreWatch
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 from lmcache_hybrid.scheduler.waits import IdleSteps
@@ -173,7 +173,7 @@ class HybridScheduler:
                 tracker.keep,
                 request,
                 tracker.prefix,
-                tracker.checkpoints,
+                tracker.step_ends,
                 tracker.save,
                 tracker.keep.asked + num_external_tokens,
             )

@@ -97,12 +97,12 @@ class SharedPrefills:
         for wait in self._waits.values():
             if wait.leader is tracker:
                 wait.over = True
-        checkpoints, hashes = tracker.checkpoints, tracker.prefix.hashes
-        drafter = checkpoints.drafter
+        step_ends, hashes = tracker.step_ends, tracker.prefix.hashes
+        drafter = step_ends.drafter
         # With such drafters vLLM's own hits end elsewhere than its steps.
-        if not checkpoints.offered or drafter.drops_block or drafter.computes_again:
+        if not step_ends.offered or drafter.drops_block or drafter.computes_again:
             return
-        if hashes and tracker.saving and self.step_tokens < checkpoints.known:
+        if hashes and tracker.saving and self.step_tokens < step_ends.known:
             self._leaders.setdefault(hashes[0], {})[tracker.request.request_id] = tracker
             self._begun += 1
 
@@ -112,7 +112,7 @@ class SharedPrefills:
             for request_id, leader in [*leaders.items()]:
                 computed = leader.request.num_computed_tokens
                 # Requests that wait for it keep their own reference.
-                if computed >= leader.checkpoints.known or not _runs(leader):
+                if computed >= leader.step_ends.known or not _runs(leader):
                     del leaders[request_id]
             if not leaders:
                 del self._leaders[first]
@@ -175,7 +175,7 @@ class SharedPrefills:
             if not (_runs(leader) and leader.saving):
                 continue
             # The end of the leader's next step may already be fixed.
-            if boundary - computed <= self.step_tokens and not leader.checkpoints.ends_at(boundary):
+            if boundary - computed <= self.step_tokens and not leader.step_ends.ends_at(boundary):
                 continue
             if best is None or boundary > best.boundary:
                 best = Wait(leader, boundary, start, computed)
@@ -189,7 +189,7 @@ class SharedPrefills:
     def _meeting(self, leader: RequestTracker, follower: RequestTracker) -> int:
         """Return the deepest common boundary, in tokens, from which both may start."""
         one, other = leader.prefix.hashes, follower.prefix.hashes
-        last = min(leader.checkpoints.last, follower.checkpoints.last) // self._size
+        last = min(leader.step_ends.last, follower.step_ends.last) // self._size
         low, high = 0, min(len(one), len(other), last)
         while low < high:  # hashes are chained: all before an equal one are equal
             middle = (low + high + 1) // 2
@@ -198,12 +198,12 @@ class SharedPrefills:
             else:
                 high = middle - 1
         boundary = low * self._size
-        barred = leader.checkpoints.barred | follower.checkpoints.barred
+        barred = leader.step_ends.barred | follower.step_ends.barred
         while boundary and boundary in barred:
             boundary -= self._size
         # Reuse a meeting nearby: each further one may cost the leader a step.
-        near = [m for m in leader.checkpoints.meetings if 0 <= boundary - m <= self.step_tokens / 2]
-        return max(set(near) - follower.checkpoints.barred, default=boundary)
+        near = [m for m in leader.step_ends.meetings if 0 <= boundary - m <= self.step_tokens / 2]
+        return max(set(near) - follower.step_ends.barred, default=boundary)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

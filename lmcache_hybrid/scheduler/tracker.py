@@ -19,12 +19,12 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.adapters import Adapter
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.drops import Drop
 from lmcache_hybrid.scheduler.keeps import Keep
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 from lmcache_hybrid.scheduler.prefetches import Prefetch
 from lmcache_hybrid.scheduler.prompt import extended
+from lmcache_hybrid.scheduler.step_ends import StepEnds
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -138,7 +138,7 @@ class RequestTracker:
         unstored: why nothing of it is stored, as counters name it; None if it is.
         found: whether the store had records of it.
         save: whether this request's blocks are stored.
-        checkpoints: where its steps end so that a state can be stored.
+        step_ends: where its steps end so that a state can be stored.
         phase: of its lookup and load.
         load_seconds: max time of a load of the offer; None until the policy has judged it,
             and where it is computed.
@@ -159,7 +159,7 @@ class RequestTracker:
     request: "Request"
     prefix: Prefix
     save: bool
-    checkpoints: Checkpoints
+    step_ends: StepEnds
     phase: Phase = NotAsked()
     load_seconds: float | None = None
     background: PendingLookup | None = None

@@ -28,7 +28,7 @@ def open_backends(manager: "LMCacheManager") -> "LMCacheEngine | None":
     """Open LMCache's backends.
 
     Returns:
-        The engine; None where they do not open. LMCache has logged why.
+        The engine; None where they do not open, which is logged with LMCache's reason.
     """
     before = threading.enumerate()
     manager.post_init()
@@ -36,9 +36,12 @@ def open_backends(manager: "LMCacheManager") -> "LMCacheEngine | None":
     if engine is not None and engine.storage_manager is not None:
         return engine
     _end_lost_loop(before)
+    # A traceback, whose last line is the error.
+    reason = getattr(manager, "_init_failed_reason", "").strip().splitlines()
     logger.error(
-        "LMCache could not open its store (see above): this rank computes every prompt "
-        "until the engine is restarted with a working store."
+        "LMCache could not open its store (%s): this rank computes every prompt "
+        "until the engine is restarted with a working store.",
+        reason[-1] if reason else "see above",
     )
     return None
 

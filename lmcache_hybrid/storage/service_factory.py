@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache.integration.vllm.utils import ENGINE_NAME
 from lmcache.v1.metadata import LMCacheMetadata
+from vllm.logger import init_logger
 
 from lmcache_hybrid.core.groups import GroupPlan, layer_specs
 from lmcache_hybrid.storage import api_server
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+logger = init_logger("vllm.lmcache_hybrid.storage.service_factory")
 
 
 def start_lmcache(
@@ -119,7 +122,16 @@ class HybridServiceFactory(VllmServiceFactory):
         return None  # stores by attention slots
 
     def maybe_create_internal_api_server(self, lmcache_manager: LMCacheManager) -> Any:
-        server = super().maybe_create_internal_api_server(lmcache_manager)
+        try:
+            server = super().maybe_create_internal_api_server(lmcache_manager)
+        except Exception as error:  # LMCache would start nothing else either
+            logger.warning_once(
+                "LMCache's internal API server does not start (%s), and all else does. Settings "
+                "of it are internal_api_server_socket_path_prefix, internal_api_server_port_start "
+                "and extra_config.internal_api_server_log_level.",
+                repr(error),
+            )
+            return None
         if server is not None:
             api_server.guard(server, lmcache_manager)
         return server

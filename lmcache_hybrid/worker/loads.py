@@ -27,8 +27,8 @@ from lmcache_hybrid.core.errors import (
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.core.late_loads import Pace
 from lmcache_hybrid.core.lmcache_stats import Monitor
-from lmcache_hybrid.core.pace import Pace
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.identity.adapters import LoadedAdapters, refuse, report_lost
 from lmcache_hybrid.protocol.metadata import LoadSpec

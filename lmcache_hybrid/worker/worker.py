@@ -15,10 +15,10 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
+from lmcache_hybrid.protocol.failed_loads import SlowLoads
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.protocol.record_reports import RankReport
-from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.storage.drops import drop
 from lmcache_hybrid.storage.keeps import keep
 from lmcache_hybrid.storage.rank_lookup import RankLookup

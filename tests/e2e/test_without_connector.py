@@ -22,7 +22,7 @@ ENTERED = {
     "vllm_patch.partial_hits.copy_what_is_computed",
     "vllm_patch.partial_hits.publish_no_state_late",
     "vllm_patch.partial_hits.stop_at_the_next_boundary",
-    "vllm_patch.media._mark_requests",
+    "vllm_patch.media_marks._mark_requests",
     "vllm_patch.configuration.is_ours",  # which they ask
     "vllm_patch.configuration._say_what_is_no_list",  # which that one asks
 }

@@ -28,3 +28,27 @@ def each_of(mistakes: Mapping[str, Mapping[str, tuple[str, str]]]) -> tuple[Defe
     return tuple(
         one(name, file, *edit) for file, named in mistakes.items() for name, edit in named.items()
     )
+
+
+def gone(old: str) -> tuple[str, str]:
+    """The text is missing."""
+    return old, ""
+
+
+def passes(old: str) -> tuple[str, str]:
+    """Nothing is done in place of the text, which is whole lines."""
+    return old, f"{_indent(old)}pass\n"
+
+
+def never(old: str) -> tuple[str, str]:
+    """A condition, up to its colon, never holds."""
+    return old, f"{_indent(old)}if False:\n"
+
+
+def always(old: str) -> tuple[str, str]:
+    """A condition, up to its colon, always holds."""
+    return old, f"{_indent(old)}if True:\n"
+
+
+def _indent(text: str) -> str:
+    return text[: len(text) - len(text.lstrip(" "))]

@@ -11,12 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import lmcache_hybrid.connector
 from lmcache_hybrid.protocol.metadata import NOTHING
-from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.load_policy import LoadWhenFaster
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.pin_limit import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
+from lmcache_hybrid.scheduler.step_ends import Drafter
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from lmcache_hybrid.worker.pages import GroupPages
 from lmcache_hybrid.worker.worker import HybridWorker

@@ -61,7 +61,7 @@ def test_a_prompts_last_state_is_where_vllm_leaves_it(runner, drafts, mtp, token
     (engine,) = run.engines
     engine.add("r", A[:tokens], 3)
     engine.step()
-    end = engine.hybrid._trackers["r"].checkpoints.end
+    end = engine.hybrid._trackers["r"].step_ends.end
     assert engine.requests["r"].num_computed_tokens == end or (not end and tokens < 2 * N)
     run.play([])
 

@@ -78,7 +78,7 @@ def test_what_fails_on_one_rank_before_the_ranks_meet_is_said_to_the_others(
             refused.append((rank, str(error)))
         assert hybrid.worker is None
 
-    def map_pages(vllm_config, kv_cache_config, plan, kv_caches, config):
+    def map_pages(vllm_config, kv_cache_config, plan, kv_caches, config, options):
         if kv_caches["rank"] == 1:
             raise ConfigError("this layout is not served.")
         return PAGES

@@ -38,6 +38,16 @@ EXTRA_VALUES = {
     "enable_nixl_storage": True,
     "fs_connector_relative_tmp_dir": "tmp",
     "save_chunk_meta": False,
+    "fallback_policy": "cpu",
+    "get_blocking_failed_threshold": 0,
+    "ping_interval": 0,
+    "ping_timeout": "5s",
+    "waiting_time_for_recovery": -1,
+    "local_cpu.pinned_align_bytes": 3000,
+    "rust_raw_block.io_engine": "io_uring",
+    "rust_raw_block.use_iouring": True,
+    "rust_raw_block.use_uring": True,
+    "shm_name": "lmcache",
 }
 
 
@@ -67,7 +77,8 @@ def test_what_is_served_anyhow_is_switched_off_with_a_line(name, monkeypatch):
 
 @pytest.mark.parametrize("name", EXTRA_OPTIONS)
 def test_refused_extra_options_name_option_and_value(name):
-    message = refusal(extra_config={name: EXTRA_VALUES[name]})
+    store = {"remote_url": "redis://host:6379"} if EXTRA_OPTIONS[name].unit else {}
+    message = refusal(extra_config={name: EXTRA_VALUES[name]}, **store)
     assert_one_sentence(message)
     assert f"extra_config.{name}={EXTRA_VALUES[name]!r}" in message
 
@@ -91,6 +102,7 @@ def test_refused_values_are_options_of_this_lmcache(name):
         {"remote_serde": None},
         {"extra_config": {"save_chunk_meta": True}},
         {"extra_config": {"enable_nixl_storage": False}},
+        {"extra_config": {"fallback_policy": "local_cpu"}},
         {"remote_url": "redis://user:secret@host:1"},
         {"remote_url": "rediss://host:1"},
         {"remote_url": "unix:///run/redis.sock"},

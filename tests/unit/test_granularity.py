@@ -7,8 +7,8 @@ import pytest
 
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan, Window, suggested_unit
-from lmcache_hybrid.scheduler import short_prompts
-from lmcache_hybrid.scheduler.short_prompts import ShortPromptAdvice
+from lmcache_hybrid.scheduler import unit_advice
+from lmcache_hybrid.scheduler.unit_advice import ShortPromptAdvice
 
 from .helpers import PLAN, N, make_request
 from .scheduler_rig import Rig
@@ -67,9 +67,9 @@ WINDOWS = GroupPlan(384, attention=(1,), states=(), windows=(Window(0, 2),))
 def test_who_needs_a_unit_is_told_once(plan, short, lines, monkeypatch):
     """``short`` of 5 requests are shorter than a block."""
     said = []
-    monkeypatch.setattr(short_prompts.logger, "info", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(unit_advice.logger, "info", lambda text, *args: said.append(text % args))
     one = ShortPromptAdvice(plan, Ledger("scheduler", SchedulerCounts()))
-    for number in range(3 * short_prompts.REQUESTS):
+    for number in range(3 * unit_advice.REQUESTS):
         one.add(make_request(tokens=384 if number % 5 < short else 385))
     assert len(said) == lines
     if lines:

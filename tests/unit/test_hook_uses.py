@@ -28,6 +28,7 @@ OTHERS = {
     *("ray", "get_node_ip_address"),  # ray, as vLLM imports it in vllm.v1.executor.ray_utils
     "hip",  # torch.version
     "start_mark",  # of yaml's nodes
+    "verify_message",  # ssl, of an error
     *("auto_map", "layer_types"),  # transformers
     "cuDriverGetVersion",  # CUDA, through ctypes
     "_C_cache_ops",  # torch.ops, see the hook of swap_blocks_batch

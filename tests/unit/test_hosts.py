@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import msgspec
@@ -136,12 +136,14 @@ class Gather:
 class Engine:
     """Two ranks on addresses of their own, and their scheduler."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout_ms: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, timeout_ms: int, addresses: Sequence[str] = HOSTS
+    ) -> None:
         self.transfer = KVTransferConfig(
             kv_connector="LMCacheConnectorV1", kv_role="kv_both", engine_id=str(uuid.uuid4())
         )
         self.stores, self.lookups, self.servers = [], [], []
-        for rank, host in enumerate(HOSTS):
+        for rank, host in enumerate(addresses):
             monkeypatch.setenv("VLLM_HOST_IP", host)
             self.servers.append(LookupServer(self.config(rank)))
             self.stores.append(NaiveStore())
@@ -227,6 +229,24 @@ def test_ranks_on_two_hosts_answer_and_nothing_of_it_can_be_read(engine):
         assert msgspec.msgpack.encode(PREFIX) not in network.sent[0]
         assert b"a-request" not in network.sent[0] and known.secret_key not in network.sent[0]
     assert str(known.secret_key) not in repr(known)
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
+def test_ranks_with_ipv6_addresses_answer(monkeypatch):
+    with contextlib.closing(Engine(monkeypatch, 10_000, ("::1", "::1"))) as engine:
+        known = engine.introduce()
+        assert all(each.startswith("tcp://[::1]:") for each in known.addresses)
+        engine.client.connect(known)
+        engine.serve()
+        assert engine.client.ask(QUESTION) == [HIT, HIT]
 
 
 def stranger(known: hosts.Introduction, rank: int, kind: str) -> zmq.Socket:

@@ -512,7 +512,7 @@ def test_a_hint_costs_the_scheduler_less_than_50_microseconds():
         tracker = rig.scheduler._trackers[request.request_id]
         began = time.perf_counter()
         rig.scheduler._keeps.admit(
-            tracker.keep, request, tracker.prefix, tracker.checkpoints, tracker.save, 0
+            tracker.keep, request, tracker.prefix, tracker.step_ends, tracker.save, 0
         )
         took.append(time.perf_counter() - began)
         later.waiting.clear()

@@ -9,7 +9,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from lmcache_hybrid.protocol.slow_loads import SlowLoads
+from lmcache_hybrid.protocol.failed_loads import SlowLoads
 
 from .helpers import N, make_request
 from .scheduler_rig import Rig, all_offers, table

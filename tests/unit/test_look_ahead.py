@@ -10,8 +10,8 @@ from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from lmcache_hybrid.config import drafts
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY, plan_groups
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.prompt import extended, inner_hashes, prefix_of
+from lmcache_hybrid.scheduler.step_ends import Drafter, StepEnds
 from lmcache_hybrid.scheduler_side import make_scheduler
 from lmcache_hybrid.worker import fingerprint
 from tests.sim.setup import Setup
@@ -208,7 +208,7 @@ def test_what_is_told_is_what_this_vllm_does(method, kept):
 def test_the_longest_prompt_that_leaves_no_state(drafter, longest):
     assert drafter.longest_without_state(N) == longest
     for tokens, stored in ((longest, False), (longest + 1, True)):
-        made = Checkpoints(N, 0, False, drafter=drafter)
+        made = StepEnds(N, 0, False, drafter=drafter)
         made.begin(tokens)
         assert bool(made.end) is stored
 

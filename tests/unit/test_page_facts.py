@@ -332,7 +332,7 @@ def test_the_original_under_a_decorator_of_a_known_package_counts(monkeypatch):
 
 
 def test_functions_of_packages_that_only_decorate_do_not_count(monkeypatch):
-    for name in ("functools", "torch.autograd", "lmcache_hybrid.worker", "vllm_patch.media"):
+    for name in ("functools", "torch.autograd", "lmcache_hybrid.worker", "vllm_patch.media_marks"):
         monkeypatch.setattr(FlashAttentionBackend, "writes", function_of(name), raising=False)
         assert facts(attention(FlashAttentionBackend)) == {}
 

@@ -25,7 +25,7 @@ from vllm_patch import (
     cpu,
     events,
     loaders,
-    media,
+    media_marks,
     partial_hits,
     sessions,
 )
@@ -36,7 +36,7 @@ from .test_vllm_patch import FULL, cache_config
 vllm_patch.register()
 
 # What they have patched in this process stays: patched again, it would be called twice.
-ELSEWHERE = (media, compat, cpu, partial_hits, sessions, events, loaders)
+ELSEWHERE = (media_marks, compat, cpu, partial_hits, sessions, events, loaders)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from lmcache_hybrid.protocol.failed_loads import SlowLoads
 from lmcache_hybrid.protocol.metadata import NOTHING
-from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.scheduler.waits import IdleSteps
 
 from .helpers import WINDOWS, Later, N, Ranks, make_output, make_request

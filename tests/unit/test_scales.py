@@ -15,6 +15,7 @@ from lmcache_hybrid.core.groups import page_bytes, plan_groups
 from lmcache_hybrid.worker.pages import GroupPages
 from lmcache_hybrid.worker.scales import reset_scales
 
+from .helpers import OPTIONS
 from .layouts import BLOCKS, Built, N, build, noise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,7 +136,7 @@ def test_refuses_scales_that_could_be_reset_later(fault):
 def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> tuple[int, ...]:
     """As vLLM does, with a store that does not open; returns the sizes that stores must hold."""
     connector = object.__new__(HybridConnector)
-    connector._registered = {}
+    connector._registered, connector._options = {}, OPTIONS
     connector.kv_cache_config = built.config
     connector.plan = plan_groups(built.config)
     context = SimpleNamespace(static_forward_context=layers)

@@ -10,7 +10,6 @@ from vllm.v1.request import RequestStatus
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 from lmcache_hybrid.scheduler.prompt import prefix_of
 from lmcache_hybrid.scheduler.shared_prefills import (
@@ -21,6 +20,7 @@ from lmcache_hybrid.scheduler.shared_prefills import (
     SharedPrefills,
     step_tokens_of,
 )
+from lmcache_hybrid.scheduler.step_ends import Drafter, StepEnds
 from lmcache_hybrid.scheduler.tracker import RequestTracker
 
 from .helpers import N, make_request
@@ -39,16 +39,16 @@ class Prompts:
         self.prefills.step_tokens = step_tokens
 
     def _meet(self, tracker: RequestTracker, boundary: int) -> None:
-        tracker.checkpoints.meetings.add(boundary)
+        tracker.step_ends.meetings.add(boundary)
         self.met.append((tracker.request.request_id, boundary))
 
     def make(self, name: str, shared: int = SHARED, more: int = 3 * N, **options) -> RequestTracker:
         first = ord(name[-1]) * 1000
         tokens = [*range(shared), *range(first, first + more)]
         request = make_request(name, tokens)
-        checkpoints = Checkpoints(N, 0, False, **options)
-        checkpoints.begin(len(tokens))
-        return RequestTracker(request, prefix_of(request, N, 1), True, checkpoints)
+        step_ends = StepEnds(N, 0, False, **options)
+        step_ends.begin(len(tokens))
+        return RequestTracker(request, prefix_of(request, N, 1), True, step_ends)
 
     def run(self, tracker: RequestTracker, computed: int = 0) -> RequestTracker:
         tracker.request.status = RequestStatus.RUNNING
@@ -117,7 +117,7 @@ def test_steps_end_where_others_wait_already():
 def test_who_has_passed_a_boundary_is_not_waited_for():
     prompts = Prompts()
     leader = prompts.run(prompts.make("a"), 11 * N)
-    leader.checkpoints.meetings.add(SHARED)
+    leader.step_ends.meetings.add(SHARED)
     assert prompts.waits(prompts.make("b")) is False
 
 
@@ -126,7 +126,7 @@ def test_who_starts_over_is_waited_for_anew():
     prompts = Prompts()
     leader, follower = prompts.run(prompts.make("a"), N), prompts.make("b")
     assert prompts.waits(follower)
-    leader.checkpoints.begin(leader.request.num_tokens)
+    leader.step_ends.begin(leader.request.num_tokens)
     prompts.run(leader, 2 * N)
     assert prompts.waits(follower) is True
     assert prompts.met == [("a", SHARED)] * 2
@@ -192,7 +192,7 @@ def test_a_step_that_ends_there_for_another_request_serves_this_one_too():
 def test_less_than_half_a_step_is_computed(start, waits):
     prompts = Prompts()
     leader = prompts.run(prompts.make("a"), start)
-    leader.checkpoints.meetings.add(SHARED)
+    leader.step_ends.meetings.add(SHARED)
     assert prompts.waits(prompts.make("b"), start) is waits
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lmcache_hybrid.config import options
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.prefill import boundaries, chunk_tokens
+from lmcache_hybrid.core.expected_states import boundaries, chunk_tokens
 from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.cli.plan import BackendName, PlatformName, tokens

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lmcache_hybrid.connector import HybridConnector
-from lmcache_hybrid.core import pace as paces
+from lmcache_hybrid.core import late_loads as paces
 from lmcache_hybrid.core.errors import LoadError, SlowError
-from lmcache_hybrid.core.pace import Pace
+from lmcache_hybrid.core.late_loads import Pace
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from lmcache_hybrid.worker import copies

@@ -18,8 +18,8 @@ from lmcache_hybrid.config import lmcache_config as lmcache_config_module
 from lmcache_hybrid.config.check import checked_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.lmcache_file import options_in_file
+from lmcache_hybrid.config.lmcache_values import misspelt, read_values
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
-from lmcache_hybrid.config.values import misspelt, read_values
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.scheduler_side import _warn
 
@@ -351,6 +351,23 @@ def test_a_size_of_a_disk_that_is_not_named_is_told(disk, said):
         assert sentence.startswith("max_local_disk_size=5.0 does nothing without local_disk")
         assert_one_sentence(sentence)
     assert not list(with_few_hits(lmcache_config()))
+
+
+@pytest.mark.parametrize("disk, said", [("cache", 1), ("/srv/a, b", 1), ("/srv", 0), (None, 0)])
+def test_a_relative_folder_is_told(hybrid_log, monkeypatch, tmp_path, disk, said):
+    monkeypatch.chdir(tmp_path)
+    config = SimpleNamespace(
+        kv_transfer_config=transfer(),
+        kv_events_config=None,
+        model_config=SimpleNamespace(max_model_len=4096),
+    )
+    _warn(config, PLAN, lmcache_config(local_disk=disk), OPTIONS)
+    warned = [each.message for each in hybrid_log.records if each.levelname == "WARNING"]
+    assert len(warned) == said
+    for sentence in warned:
+        assert f"is relative, so an engine that starts in {tmp_path} keeps its records" in sentence
+        assert sentence.endswith("; write the whole path.")
+        assert_one_sentence(sentence)
 
 
 @pytest.mark.parametrize("name", ["use_odirect", "fs_connector_use_odirect"])

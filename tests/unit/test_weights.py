@@ -31,6 +31,7 @@ from lmcache_hybrid.core.groups import plan_groups
 from lmcache_hybrid.identity import weights
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, weights_identity
 
+from .helpers import OPTIONS
 from .layouts import N, build
 from .toy_weights import (
     FORMATS,
@@ -283,7 +284,7 @@ def test_an_engine_whose_weights_are_not_known_opens_no_store(monkeypatch, hybri
     connector._manager = SimpleNamespace(
         config=None, post_init=lambda: opened.append("store"), lmcache_engine=None
     )
-    connector.worker = None
+    connector.worker, connector._options = None, OPTIONS
     monkeypatch.setattr("lmcache_hybrid.worker_side.check_sizes", lambda *_: None)
 
     def fingerprints(*_):

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from lmcache_hybrid import connector
 from lmcache_hybrid.identity.media import CONTENT, MARK
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints
+from lmcache_hybrid.scheduler.step_ends import StepEnds
 from lmcache_hybrid.scheduler.whole_items import barred_boundaries
 
 from .helpers import PLAN, WINDOWS, N, engine_config, make_request
@@ -81,7 +81,7 @@ def test_windows_are_stored_in_front_of_an_image_at_the_end():
     assert [block for _, block, _ in save.windows] == [3, 4] and save.boundaries == (5,)
 
 
-def walk(made: Checkpoints, count: int) -> list[int]:
+def walk(made: StepEnds, count: int) -> list[int]:
     found = [made.after(0)]
     while found[-1] and len(found) < count:
         found.append(made.after(found[-1]))
@@ -90,11 +90,11 @@ def walk(made: Checkpoints, count: int) -> list[int]:
 
 def test_steps_are_not_made_to_end_inside_an_image():
     inside = {5 * N, 6 * N}
-    made = Checkpoints(N, 2 * N, False, barred=inside)
+    made = StepEnds(N, 2 * N, False, barred=inside)
     made.begin(10 * N)
     made.junction = 5 * N
     assert walk(made, 5) == [2 * N, 4 * N, 8 * N, 0]
-    made = Checkpoints(N, 0, True, barred=inside)
+    made = StepEnds(N, 0, True, barred=inside)
     made.begin(7 * N)
     # vLLM offers what lies before the last token by itself, and here that is inside.
     assert made.end == 4 * N and walk(made, 3) == [4 * N, 7 * N, 8 * N]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fs://`` and the plugin ``fs``: folders that engines share."""
 
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,10 @@ from lmcache_hybrid.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
+
+
+# Parts of a path that a shell, or Kubernetes, would expand.
+_EXPANDED = re.compile(r"^/~(/|$)|\$[\w{(]")
 
 
 class Folders(StoreKind):
@@ -67,5 +72,10 @@ def absolute_folders(given_for: str, value: object) -> tuple[str, ...]:
             raise ConfigError(
                 f"{given_for}={value!r} has a folder {folder!r} that each process would look for "
                 "where it was started; write absolute paths, with a comma between them."
+            )
+        if _EXPANDED.search(folder) and not os.path.isdir(folder):
+            raise ConfigError(
+                f"{given_for}={value!r} has a folder {folder!r} that is taken as it is written, "
+                "without ~ and $VARIABLES; write the whole path."
             )
     return folders

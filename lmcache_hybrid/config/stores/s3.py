@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
 
+# Texts that mean false.
+_FALSE = ("false", "0", "no", "off", "none")
+
+
 class Bucket(StoreKind):
     """One object for each record."""
 
@@ -66,6 +70,13 @@ def _check(parts: SplitResult, extra: dict[str, Any]) -> None:
             f"LMCache option extra_config.save_chunk_meta={extra['save_chunk_meta']!r} is not for "
             "s3://, where a value is one object without metadata; remove it."
         )
+    for name in ("disable_tls", "s3_prefer_http2", "s3_enable_s3express"):
+        value = extra.get(name)
+        if isinstance(value, str) and value.strip().lower() in _FALSE:
+            raise ConfigError(
+                f"LMCache option extra_config.{name}={value!r} is a text, which LMCache takes for "
+                "true whatever it says; write false without quotes."
+            )
     threads = extra.get("s3_num_io_threads", 1)
     if not str(threads).isdecimal() or not int(threads):
         raise ConfigError(

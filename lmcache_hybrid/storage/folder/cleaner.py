@@ -15,8 +15,8 @@ from vllm.logger import init_logger
 from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.config.stores import shared_folders
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
-from lmcache_hybrid.storage.folder.folder_lock import FolderLock
 from lmcache_hybrid.storage.folder.least_used import least_used
+from lmcache_hybrid.storage.folder.lock_file import FolderLock
 from lmcache_hybrid.storage.folder.record_files import TEMPORARY, RecordFile, record_files
 
 if TYPE_CHECKING:

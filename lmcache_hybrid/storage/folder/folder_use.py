@@ -5,7 +5,7 @@ import fcntl
 import os
 import time
 
-from lmcache_hybrid.storage.folder.folder_lock import ENGINE_LOCK, FolderLock, is_locked
+from lmcache_hybrid.storage.folder.lock_file import ENGINE_LOCK, FolderLock, is_locked
 
 TRIES, PAUSE_SECONDS = 10, 0.01
 

@@ -24,13 +24,18 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.core.errors import SlowError
-from lmcache_hybrid.core.pace import Reading, reading
+from lmcache_hybrid.core.late_loads import Reading, reading
 from lmcache_hybrid.core.threads import DaemonPool, anywhere, cores
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.folder.file_uses import FileUses
 from lmcache_hybrid.storage.folder.record_files import DATA, TEMPORARY, temporary_prefix
-from lmcache_hybrid.storage.remote.record_connector import RecordConnector, awaited
+from lmcache_hybrid.storage.remote.record_connector import (
+    RecordConnector,
+    awaited,
+    bytes_of,
+    release_unread,
+)
 
 logger = init_logger("vllm.lmcache_hybrid.storage.remote.fs")
 
@@ -133,7 +138,7 @@ class HybridFSConnector(RecordConnector):
         try:
             return await awaited(job)
         except asyncio.CancelledError:
-            job.add_done_callback(_release)
+            job.add_done_callback(release_unread)
             raise
 
     def _read(self, key: CacheEngineKey, part: Reading) -> MemoryObj | None:
@@ -148,7 +153,7 @@ class HybridFSConnector(RecordConnector):
             if memory is None:
                 return None
             taken.append(memory)
-            return _bytes(memory)[:size]
+            return bytes_of(memory)[:size]
 
         def got(size: int) -> None:
             self._reading.move()
@@ -223,7 +228,7 @@ class HybridFSConnector(RecordConnector):
         return job
 
     def _write(self, key: CacheEngineKey, memory: MemoryObj) -> None:
-        folder, name, record = self._folder(key), _name(key), _bytes(memory)
+        folder, name, record = self._folder(key), _name(key), bytes_of(memory)
         with self._put:
             for left in reversed(range(TRIES)):
                 temporary = f"{self._prefix}{next(self._numbers)}{TEMPORARY}"
@@ -345,13 +350,3 @@ def connect(place: Place, context: ConnectorContext) -> HybridFSConnector:
 
 def _name(key: CacheEngineKey) -> str:
     return key.to_string().replace("/", "-SEP-") + DATA
-
-
-def _bytes(memory: MemoryObj) -> memoryview:
-    return memoryview(memory.byte_array).cast("B")
-
-
-def _release(job: Future[MemoryObj | None]) -> None:
-    """Release the memory of a value that nobody waited for."""
-    if not job.cancelled() and job.exception() is None and (memory := job.result()) is not None:
-        memory.ref_count_down()

@@ -13,7 +13,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_hybrid.core.errors import LoadError
-from lmcache_hybrid.core.pace import reading
+from lmcache_hybrid.core.late_loads import reading
 from lmcache_hybrid.core.threads import started
 
 if TYPE_CHECKING:

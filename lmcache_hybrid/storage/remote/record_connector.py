@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
@@ -76,6 +77,14 @@ class RecordConnector(RemoteConnector):
     def writing(self) -> int:
         """The number of writes queued or in flight."""
 
+    def cause(self, error: Exception) -> str:
+        """Find the words for why a server cannot be used as configured. May ask it, and so block.
+
+        Returns:
+            The words and what to write, as a part of a sentence; "" where nothing is found.
+        """
+        return ""
+
     @abc.abstractmethod
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> Sequence[bool]:
         """Whether the store holds each value, in as few round trips as it can. Blocks.
@@ -128,6 +137,17 @@ def awaited(job: Future[T]) -> asyncio.Future[T]:
     end = asyncio.wrap_future(job)
     end.add_done_callback(lambda end: end.cancelled() or end.exception())
     return end
+
+
+def bytes_of(memory: MemoryObj) -> memoryview:
+    """Return the memory of a record, in bytes."""
+    return memoryview(memory.byte_array).cast("B")
+
+
+def release_unread(job: Future[MemoryObj | None]) -> None:
+    """Release the memory of a value that nobody waited for."""
+    if not job.cancelled() and job.exception() is None and (memory := job.result()) is not None:
+        memory.ref_count_down()
 
 
 def unwrapped(connector: Any) -> Any:

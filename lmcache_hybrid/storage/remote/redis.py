@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import math
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,20 +24,23 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from redis.exceptions import AskError
-from vllm.logger import init_logger
 
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.core.errors import SlowError
-from lmcache_hybrid.core.pace import Reading, reading
+from lmcache_hybrid.core.late_loads import Reading, reading
 from lmcache_hybrid.core.threads import anywhere, cores, started
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.key_names import VALUE, printable
 from lmcache_hybrid.storage.remote import clients, redis_failures, sockets
-from lmcache_hybrid.storage.remote.record_connector import RecordConnector, awaited
+from lmcache_hybrid.storage.remote.record_connector import (
+    RecordConnector,
+    awaited,
+    bytes_of,
+    release_unread,
+)
+from lmcache_hybrid.storage.remote.refusals import Refusals
 from lmcache_hybrid.storage.remote.servers import TRY_AGAIN, Server, servers_at
-
-logger = init_logger("vllm.lmcache_hybrid.storage.remote.redis")
 
 READERS = 4
 WRITERS = 2
@@ -52,8 +54,6 @@ SILENT_SECONDS = 1.0
 FLUSH_SECONDS = 8.0
 # Max seconds to wait for the ends of calls once their connections are shut down.
 END_SECONDS = 1.0
-# Seconds between two questions why a server cannot be used: each may keep a thread for a second.
-CAUSE_PAUSE_SECONDS = 60.0
 # LMCache's name: seconds for one command behind sentinels.
 SENTINEL_TIMEOUT = "REDIS_TIMEOUT"
 
@@ -78,8 +78,7 @@ class HybridRedisConnector(RecordConnector):
             RuntimeError: not all threads could be started; none is left.
         """
         super().__init__(context)
-        self._url, self._shown = url, printable(without_password(url))
-        self._closed, self._asks_cause_at = False, -math.inf
+        self._url = url
         self._pool = context.local_cpu_backend
         self._seconds = float(context.config.blocking_timeout_secs)
         if url.lower().startswith(clients.SENTINEL):
@@ -104,9 +103,7 @@ class HybridRedisConnector(RecordConnector):
         self._writes: set[Future[None]] = set()
         # Coroutines that wait for a thread; used on LMCache's loop only.
         self._calls: set[asyncio.Task[Any]] = set()
-        # Kinds of refusals already logged.
-        self._refusals: set[str] = set()
-        self._refusals_lock = threading.Lock()
+        self._refusals = Refusals(printable(without_password(url)), self.cause)
         self._silent = -math.inf  # time.monotonic of the last write that timed out
 
     # Reading
@@ -116,7 +113,7 @@ class HybridRedisConnector(RecordConnector):
         try:
             return await self._awaited(job)
         except asyncio.CancelledError:
-            job.add_done_callback(_release)
+            job.add_done_callback(release_unread)
             raise
 
     def _read(self, key: CacheEngineKey, part: Reading) -> MemoryObj | None:
@@ -130,7 +127,7 @@ class HybridRedisConnector(RecordConnector):
             if memory is None:
                 return None
             taken.append(memory)
-            return _bytes(memory)[:size]
+            return bytes_of(memory)[:size]
 
         name = key.to_string() + VALUE
         get = sockets.command(b"GET", _encoded(name))
@@ -205,7 +202,7 @@ class HybridRedisConnector(RecordConnector):
     def _write(self, key: CacheEngineKey, memory: MemoryObj, asked: float) -> None:
         if self._silent >= asked:
             raise ConnectionError("Redis did not take a record before this one")
-        name, value, begun = key.to_string() + VALUE, _bytes(memory), time.monotonic()
+        name, value, begun = key.to_string() + VALUE, bytes_of(memory), time.monotonic()
 
         tries = itertools.count()
 
@@ -223,43 +220,19 @@ class HybridRedisConnector(RecordConnector):
             if self._twice(name, write, WRITE_SECONDS):
                 self.rewritten(value.nbytes)
         except AskError as error:  # the slot has moved twice, or its node is none of the URL's
-            self._say_cause(error)
+            self._refusals.explain(error)
             raise
         except (redis.ResponseError, redis.AuthenticationError) as error:  # an answer, however late
-            self._say_refused(error, redis_failures.cause_of_failure(self._url, error))
+            self._refusals.say(error, self.cause(error))
             raise
         except Exception as error:
             if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
-            self._say_cause(error)
+            self._refusals.explain(error)
             raise
 
-    def _say_refused(self, error: Exception, cause: str) -> None:
-        """Warn once of each kind of refusal.
-
-        That is its cause, else the class of the error and the server's first word.
-        """
-        words = printable(cause or str(error).lstrip("-"))
-        kind = cause or type(error).__name__ + words.partition(" ")[0]
-        with self._refusals_lock:
-            if kind in self._refusals:
-                return
-            self._refusals.add(kind)
-        logger.warning(
-            "%s refuses records, which are not stored there while that lasts: %s",
-            self._shown,
-            words,
-        )
-
-    def _say_cause(self, error: Exception) -> None:
-        """Warn once of a server that can never be used as configured. May ask it, once a minute."""
-        with self._refusals_lock:
-            now = time.monotonic()
-            if self._closed or now < self._asks_cause_at:
-                return
-            self._asks_cause_at = now + CAUSE_PAUSE_SECONDS
-        if cause := redis_failures.cause_of_failure(self._url, error):
-            self._say_refused(error, cause)
+    def cause(self, error: Exception) -> str:
+        return redis_failures.cause_of_failure(self._url, error)
 
     # Short calls
 
@@ -277,7 +250,7 @@ class HybridRedisConnector(RecordConnector):
         try:
             return self._existing_by(keys, time.monotonic() + seconds)
         except Exception as error:
-            self._say_cause(error)
+            self._refusals.explain(error)
             raise
 
     def _existing_by(self, keys: Sequence[CacheEngineKey], deadline: float) -> list[bool]:
@@ -387,7 +360,7 @@ class HybridRedisConnector(RecordConnector):
         """Wait for queued writes, then end the threads, the connections and who waits for them."""
         if writes := list(map(awaited, set(self._writes))):
             await asyncio.wait(writes, timeout=FLUSH_SECONDS)
-        self._closed = True
+        self._refusals.close()
         for threads in (self._readers, self._writers, self._askers):
             threads.shutdown(wait=False, cancel_futures=True)
         self._servers.close()
@@ -398,16 +371,6 @@ class HybridRedisConnector(RecordConnector):
 def connect(place: Place, context: ConnectorContext) -> HybridRedisConnector:
     """Make the connector to a place: server, cluster or primary. Nothing is sent yet."""
     return HybridRedisConnector(place.url, context)
-
-
-def _release(job: Future[MemoryObj | None]) -> None:
-    """Release the memory of a value that nobody waited for."""
-    if not job.cancelled() and job.exception() is None and (memory := job.result()) is not None:
-        memory.ref_count_down()
-
-
-def _bytes(memory: MemoryObj) -> memoryview:
-    return memoryview(memory.byte_array).cast("B")
 
 
 def _encoded(name: str) -> bytes:

@@ -60,7 +60,8 @@ def cause_of_failure(url: str, error: Exception) -> str:
     if scheme == "unix" or isinstance(error, redis.AuthenticationError) or not hides:
         return _explained("it", words, "")
     instead = "redis:// in place of rediss://" if scheme == "rediss" else f"no {CA_FILE}"
-    plain = f"speaks without TLS ({str(error).rstrip('.')}); write {instead}, or" if tls else ""
+    said = f" ({words.rstrip('.')})" if words else ""
+    plain = f"speaks without TLS{said}; write {instead}, or" if tls else ""
     if scheme == SENTINEL:
         return _behind_sentinels(url, error, plain)
     place = hosts_of(url)[0] if scheme == CLUSTER else _place_of(url)
@@ -78,6 +79,8 @@ def _explained(who: str, words: str, plain: str) -> str:
             f"{who} says {words.partition('. ')[0]!r}; set a password there and put it into the "
             f"file that {PASSWORD_FILE} names, or set protected-mode to no there"
         )
+    if words.startswith("ERR max number of clients"):
+        return f"{who} says {words!r}; raise maxclients there, or end clients that it serves"
     return f"{who} {plain} turn TLS on there" if plain and words else ""
 
 

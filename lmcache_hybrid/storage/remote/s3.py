@@ -28,7 +28,9 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.storage.buffer import record_shape
+from lmcache_hybrid.storage.remote import s3_failures
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, awaited
+from lmcache_hybrid.storage.remote.refusals import Refusals
 
 # Writes in flight at once, and the seconds that one may take.
 WRITERS = 4
@@ -47,12 +49,14 @@ class S3Error(Exception):
 
     Attributes:
         status: HTTP status code.
+        code: S3's own word for it, "" without one.
     """
 
     def __init__(self, error: S3ResponseError) -> None:
         self.status = error.status_code
-        code = _CODE.search(error.body or b"")
-        why = f" {code[1].decode()}" if code else ""
+        found = _CODE.search(error.body or b"")
+        self.code = found[1].decode() if found else ""
+        why = f" {self.code}" if self.code else ""
         super().__init__(f"S3 answered {self.status}{why} to {error.operation_name}")
 
 
@@ -76,6 +80,13 @@ class HybridS3Connector(RecordConnector):
         self._writing: set[asyncio.Task] = set()
         self._in_flight: set[S3Request] = set()
         self._unreachable = -math.inf  # time.monotonic of the last write that got no answer
+        self._tls = not (context.config.extra_config or {}).get("disable_tls")
+        self._refusals = Refusals(f"s3://{theirs.s3_endpoint}", self.cause)
+
+    def cause(self, error: Exception) -> str:
+        if _is_s3(error):
+            return ""
+        return s3_failures.cause_of_silence(self._theirs.s3_endpoint, self._tls)
 
     async def exists(self, key: CacheEngineKey) -> bool:
         """Whether the object exists. Raises S3Error or AwsCrtError if the server cannot tell."""
@@ -92,7 +103,16 @@ class HybridS3Connector(RecordConnector):
 
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
         """Ask for up to SIDE_BY_SIDE objects at once; S3 has no request for several."""
-        return self._wait(self._each(self.exists, keys), seconds)
+        try:
+            return self._wait(self._each(self.exists, keys), seconds)
+        except Exception as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: Exception) -> None:
+        """Have the log say why the server does not answer. Never blocks."""
+        if not _is_s3(error):
+            self._refusals.explain_aside(error)
 
     async def _each(
         self, ask: Callable[[CacheEngineKey], Awaitable[T]], keys: Sequence[CacheEngineKey]
@@ -158,12 +178,14 @@ class HybridS3Connector(RecordConnector):
                     raise ConnectionError("S3 did not take a record before this one")
                 await self._write(key, memory_obj)
             self.written(key)
-        except (ConnectionError, S3Error):
+        except ConnectionError:
             self.failed(1)
             raise
-        except Exception:
-            self._unreachable = time.monotonic()
+        except Exception as error:
+            if not isinstance(error, S3Error):
+                self._unreachable = time.monotonic()
             self.failed(1)
+            self._explain(error)
             raise
         finally:
             self.in_flight.end(key)
@@ -254,6 +276,7 @@ class HybridS3Connector(RecordConnector):
         """Wait for queued writes, FLUSH_SECONDS at most, and cancel the rest."""
         if self._writing:
             await asyncio.wait(self._writing, timeout=FLUSH_SECONDS)
+        self._refusals.close()
         rest = list(self._in_flight)
         for request in rest:
             request.cancel()
@@ -266,6 +289,11 @@ class HybridS3Connector(RecordConnector):
 def connect(place: Place, context: ConnectorContext) -> HybridS3Connector:
     """Make the connector to a bucket; LMCache's own adapter reads the options."""
     return HybridS3Connector(S3ConnectorAdapter().create_connector(context), context)
+
+
+def _is_s3(error: Exception) -> bool:
+    """Whether an S3 server said so; a plain client is told 400 by one that speaks TLS only."""
+    return isinstance(error, S3Error) and (error.status != 400 or bool(error.code))
 
 
 class _Read:

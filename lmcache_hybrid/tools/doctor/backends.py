@@ -23,7 +23,6 @@ from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.record_format import digests_of
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
-from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, ok, one_line, skipped
 from lmcache_hybrid.tools.doctor.folders import stand_ins
@@ -84,7 +83,10 @@ def _accepted(context: Context, config: "LMCacheEngineConfig") -> Iterator[Findi
             else:
                 config.remote_url = None
     size = DEFAULT_BYTES if context.model is None else context.model.largest or DEFAULT_BYTES
-    yield from _through_all(config, min(size, MOST_BYTES))
+    try:
+        yield from _through_all(config, min(size, MOST_BYTES))
+    except StoreError as failure:
+        yield error("backends", str(failure))
 
 
 def _unusable(place: Place) -> Finding | None:
@@ -119,7 +121,7 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
             )
             return
         for name in list(tried):
-            if away := _away(store, name, key, _place(config, name)):
+            if away := _away(store, name, key):
                 tried.remove(name)
                 option, shown = _label(config, name)
                 yield error(
@@ -144,17 +146,16 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
             )
 
 
-def _away(store: "LMCacheStore", name: str, key: RecordKey, place: Place) -> str:
+def _away(store: "LMCacheStore", name: str, key: RecordKey) -> str:
     """Return why a remote store does not answer; empty if it does."""
     tier = store.tiers[name]
     if not tier.indexed and tier.backend.connection is not None:
         try:
             tier.held([store.engine_key(key)], math.inf)
-        except TimeoutError:
-            return f"no answer within {tier.backend.config.blocking_timeout_secs} s"
         except Exception as failure:  # whatever its client raises
-            cause = cause_of_failure(place.url, failure) if place.kind is REDIS else ""
-            return cause or one_line(failure)
+            late = f"no answer within {tier.backend.config.blocking_timeout_secs} s"
+            said = late if isinstance(failure, TimeoutError) else one_line(failure)
+            return unwrapped(tier.backend.connection).cause(failure) or said
     return ""
 
 
@@ -276,18 +277,30 @@ def _opened(config: "LMCacheEngineConfig", size: int) -> Iterator["LMCacheStore"
     """Open an LMCache engine of our own with a small pool, without vLLM."""
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
     from lmcache_hybrid.tools.standalone import make_engine
-    from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 
     # Writing holds one buffer, reading two.
     config.max_local_cpu_size = (4 * size + (16 << 20)) / (1 << 30)
     name = f"{MODEL_NAME}-{os.getpid()}-{next(_names)}"
-    engine = make_engine(name, config, MODEL_NAME)
     try:
+        engine = make_engine(name, config, MODEL_NAME)
         engine.post_init()
+    except Exception as failure:  # whatever LMCache, or the system, says
+        _destroy(name)
+        raise StoreError(
+            f"LMCache opens no store with these options ({one_line(failure).rstrip('.')}), so "
+            "nothing hits; correct what it names."
+        ) from failure
+    try:
         # A fingerprint of its own, so that no other record is ever read or deleted.
         yield LMCacheStore(engine, MODEL_NAME, os.urandom(16), size, visit=True)
     finally:
-        # LMCache's shutdown may wait for ever for a backend.
-        closing = threading.Thread(target=LMCacheEngineBuilder.destroy, args=(name,), daemon=True)
-        closing.start()
-        closing.join(CLOSE_SECONDS)
+        _destroy(name)
+
+
+def _destroy(name: str) -> None:
+    """End an LMCache engine. Its shutdown may wait for ever for a backend; this does not."""
+    from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
+
+    closing = threading.Thread(target=LMCacheEngineBuilder.destroy, args=(name,), daemon=True)
+    closing.start()
+    closing.join(CLOSE_SECONDS)

@@ -31,6 +31,8 @@ class Context:
         troubles: findings made while reading these.
         written: the options that the user wrote and LMCache understands; None if unknown.
         left: those that it does not, see :func:`.config.check.written_config`.
+        publishes: whether vLLM publishes KV cache events; None without its flags.
+        inside: whether our connector is in a ``MultiConnector``.
     """
 
     transfer: "KVTransferConfig | None"
@@ -40,6 +42,8 @@ class Context:
     troubles: tuple[Finding, ...]
     written: "LMCacheEngineConfig | None" = None
     left: frozenset[str] = frozenset()
+    publishes: bool | None = None
+    inside: bool = False
 
     @property
     def local_ranks(self) -> int:
@@ -91,7 +95,18 @@ def read_context(model: str | None, flags: Sequence[str] = ()) -> Context:
             refusal = refused(model, failure)
             troubles.append(error("model", str(refusal), refusal.fix))
     written, left = written_config(transfer) or (None, ())
-    return Context(transfer, config, found, model, tuple(troubles), written, frozenset(left))
+    events = parsed.kv_events_config
+    return Context(
+        transfer,
+        config,
+        found,
+        model,
+        tuple(troubles),
+        written,
+        frozenset(left),
+        publishes=bool(events and events.enable_kv_cache_events) if flags else None,
+        inside=parsed.kv_transfer_config.kv_connector == "MultiConnector",
+    )
 
 
 def _ours(transfer: "KVTransferConfig", troubles: list[Finding]) -> "KVTransferConfig":

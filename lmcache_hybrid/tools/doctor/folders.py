@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.folders import trusted_owner
+from lmcache_hybrid.config.no_hits import relative
 from lmcache_hybrid.config.stores import places
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.storage.folder.folder_use import in_use
@@ -29,13 +30,8 @@ def check_folders(context: Context) -> Iterator[Finding]:
     config = context.config or context.written
     for option, folder in _named(config) if config else ():
         path = os.path.abspath(folder)
-        if path != folder and not os.path.isabs(folder):
-            yield warning(
-                "folder",
-                f"{option}={folder!r} is relative: an engine that starts in {os.getcwd()} keeps "
-                f"its records in {path}, and lmcache-hybrid inspect finds them only from there.",
-                f"Write {path}.",
-            )
+        if told := relative(option, folder):
+            yield warning("folder", f"{told}.", f"Write {path}.")
         if option == "local_disk" and in_use(path):
             yield ok("folder", f"An engine uses {path} now; another one needs its own folder.")
         if os.path.lexists(path):

@@ -5,15 +5,18 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.check import beside
 from lmcache_hybrid.config.drafts import too_short
 from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE, refusals
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
+from lmcache_hybrid.config.lmcache_values import misspelt, taken_away, unasked
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
+from lmcache_hybrid.config.options import Options, without_events
 from lmcache_hybrid.config.own_options import remarks
-from lmcache_hybrid.config.store_sizes import check_sizes
-from lmcache_hybrid.config.values import misspelt, taken_away
+from lmcache_hybrid.config.store_sizes import check_folder_limit, check_sizes
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
 from lmcache_hybrid.storage.hosts import own_address
@@ -21,6 +24,9 @@ from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, Status, error, ok, skipped, warning
 from lmcache_hybrid.tools.doctor.folders import stand_ins
 from lmcache_hybrid.tools.doctor.model import CPU, Model
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
 
 
 def check_model(context: Context) -> Iterator[Finding]:
@@ -158,26 +164,21 @@ def check_options(context: Context) -> Iterator[Finding]:
     file = os.environ.get(CONFIG_FILE)
     with suppress(ConfigError):  # read_options raises it again
         environment = os.environ
-        said = (*remarks(own, environment), *taken_away(file, environment), *misspelt(environment))
-        for sentence in said:
+        moot = taken_away(file, environment), unasked(file, environment, own)
+        for sentence in (*remarks(own, environment), *chain(*moot), *misspelt(environment)):
             yield warning("options", sentence)
     with stand_ins(config) as made:
         found = refusals(made.config, context.block_size, context.local_ranks)
         refused = [made.sentence(each) for each in found]
     yield from (error("options", sentence) for sentence in refused)
     others: list[str] = []
+    options: Options | None = None
     try:
-        context.read_options()
+        options = context.read_options()
     except ConfigError as failure:
         others += failure.args
     model = context.model if context.block_size else None
-    try:
-        if model is not None:
-            block = model.attention_bytes + model.window_bytes + model.state_bytes
-            groups = len((*model.attention, *model.windows, *model.states))
-            check_sizes(config, model.largest, block, groups)
-    except ConfigError as failure:
-        others += failure.args
+    others += _too_small(config, model, options)
     yield from (error("options", sentence) for sentence in others if sentence not in refused)
     if others:
         return
@@ -189,15 +190,37 @@ def check_options(context: Context) -> Iterator[Finding]:
             "This engine stores nothing (kv_role kv_consumer).",
             "Set kv_role to kv_both, unless another engine fills the store.",
         )
-    for sentence in with_few_hits(config):
+    most = options.max_tokens_per_load if options else 0
+    publishes = True if context.publishes is None else context.publishes
+    silent = without_events(config, publishes, context.inside)
+    for sentence in (*with_few_hits(config), *silent):
         yield warning("options", sentence)
     longest, unit = (model.longest, model.unit or model.block_size) if model else (1, 0)
     finer = suggested_unit(unit) if model and not model.whole else 0
     if model and finer and not model.fits_gpu(finer):
         finer = 0
     role = None if context.transfer is None else context.transfer.kv_role
-    for sentence in without_hits(config, role, longest, unit, finer):
+    for sentence in without_hits(config, role, longest, unit, finer, most):
         yield error("options", sentence)
+
+
+def _too_small(
+    config: "LMCacheEngineConfig", model: Model | None, options: Options | None
+) -> Iterator[str]:
+    """Yield a sentence for each store that holds no block of the model."""
+    if model is None:
+        return
+    block = model.attention_bytes + model.window_bytes + model.state_bytes
+    groups = len((*model.attention, *model.windows, *model.states))
+    try:
+        check_sizes(config, model.largest, block, groups)
+    except ConfigError as failure:
+        yield from failure.args
+    try:
+        if options is not None:
+            check_folder_limit(options, block, groups)
+    except ConfigError as failure:
+        yield from failure.args
 
 
 def _beside_others(context: Context) -> Iterator[Finding]:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from lmcache_hybrid.core.expected_states import boundaries
 from lmcache_hybrid.core.groups import suggested_unit
-from lmcache_hybrid.core.prefill import boundaries
 from lmcache_hybrid.core.sizes import GIB
 from lmcache_hybrid.tools.sizing import sharing, storage
 from lmcache_hybrid.tools.sizing.blocks import Platform, Sizes

@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmcache_hybrid.core.prefill import boundaries
+from lmcache_hybrid.core.expected_states import boundaries
 from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.tools.sizing import storage
 from lmcache_hybrid.tools.sizing.blocks import Sizes

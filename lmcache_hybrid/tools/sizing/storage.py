@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.expected_states import boundaries, chunk_tokens
 from lmcache_hybrid.core.groups import suggested_unit
-from lmcache_hybrid.core.prefill import boundaries, chunk_tokens
 from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.tools.sizing.blocks import Group, Sizes
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE

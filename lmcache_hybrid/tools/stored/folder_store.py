@@ -14,7 +14,7 @@ from lmcache_hybrid.config.stores import BY_SCHEME
 from lmcache_hybrid.config.stores.fs import Folders
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.disk.files import OLD_PROMPTS, delete_old_prompts, open_regular
-from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAMES
+from lmcache_hybrid.storage.folder.lock_file import LOCK_NAMES
 from lmcache_hybrid.storage.folder.record_files import (
     DATA,
     TEMPORARY,

@@ -66,7 +66,7 @@ LMCACHE = (
     *attributes(
         "lmcache.v1.manager",
         "LMCacheManager",
-        "start_services post_init stop_services lmcache_engine config",
+        "start_services post_init stop_services lmcache_engine config _init_failed_reason",
     ),
     Hook(
         "lmcache.integration.vllm.vllm_service_factory",
@@ -268,7 +268,7 @@ LMCACHE = (
         "local_cpu "
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
         "lookup_timeout_ms blocking_timeout_secs extra_config enable_kv_events remote_serde "
-        "local_cpu_use_hugepages",
+        "local_cpu_use_hugepages numa_mode reserve_local_cpu_size",
     ),
     *(
         Hook(
@@ -282,6 +282,8 @@ LMCACHE = (
             "use_layerwise",
             "enable_async_loading",
             "save_unfull_chunk",
+            "lmcache_worker_ids",
+            "local_disk_path_sharding",
         )
     ),
     Hook(

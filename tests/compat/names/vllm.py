@@ -21,7 +21,7 @@ _SPECS = "vllm.v1.kv_cache_interface"
 _TRITON = "vllm.v1.attention.backends.triton_attn"
 _ENGINE = "vllm.v1.engine.llm_engine"
 _DOCTOR = "lmcache_hybrid/tools/doctor/model.py"
-_MEDIA = "vllm_patch/media.py"
+_MEDIA = "vllm_patch/media_marks.py"
 _LOADER, _LOADERS = "vllm.model_executor.model_loader", "vllm_patch/loaders.py"
 _SLEEP = "vllm_patch/sleep.py"
 _LORA = "vllm.lora.worker_manager"
@@ -51,7 +51,7 @@ VLLM = (
     Hook(_REQUEST, "Request.shared_prefix_boundary", replaced_in=_COMPAT),
     Hook(_REQUEST, "Request.num_computed_tokens", replaced_in=_COMPAT),
     Hook(_SPECS, "MambaSpec.mamba_cache_mode"),
-    # lmcache_hybrid/scheduler/checkpoints.py
+    # lmcache_hybrid/scheduler/step_ends.py
     Hook(
         _SCHEDULER,
         "Scheduler._mamba_block_aligned_split",
@@ -366,7 +366,7 @@ VLLM = (
     ),
     Hook("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.single_type_managers"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.is_null"),
-    # vllm_patch/media.py
+    # vllm_patch/media_marks.py
     Hook(
         "vllm.renderers.base",
         "BaseRenderer._process_multimodal",

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's internal API server in front of a hybrid model."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, gone, passes
 
 API = "lmcache_hybrid/storage/api_server.py"
 
 MISTAKES = {
     "lmcache_hybrid/storage/service_factory.py": {
-        "LMCache's API server changes what it likes": (
-            "            api_server.guard(server, lmcache_manager)\n",
-            "            pass\n",
+        "LMCache's API server changes what it likes": passes(
+            "            api_server.guard(server, lmcache_manager)\n"
         ),
     },
     "lmcache_hybrid/storage/api_server.py": {
-        "an API server that is off ends the start": ("    if server.enable:\n", "    if True:\n"),
+        "an API server that is off ends the start": always("    if server.enable:\n"),
         "LMCache makes a backend anew that knows no record": (
             "    if request.method in READS or call in _WORK:\n",
             '    if request.method in READS or call in _WORK or "recreate" in call[1]:\n',
@@ -38,13 +37,12 @@ MISTAKES = {
             "    if set(asked) <= {RAM}:\n",
             "    if set(asked) < {RAM}:\n",
         ),
-        "the scheduler's API server fails to clear": (
-            "    if engine is None:  # as of the scheduler: LMCache says so\n        return None\n",
-            "",
+        "the scheduler's API server fails to clear": gone(
+            "    if engine is None:  # as of the scheduler: LMCache says so\n        return None\n"
         ),
-        "freeze mode cannot be left": ('    ("PUT", "/freeze/disable"),\n', ""),
-        "RAM cannot be turned on again": ('    ("PUT", "/hot_cache/enable"),\n', ""),
-        "a bypassed backend stays so": ('    ("PUT", "/bypass/remove"),\n', ""),
+        "freeze mode cannot be left": gone('    ("PUT", "/freeze/disable"),\n'),
+        "RAM cannot be turned on again": gone('    ("PUT", "/hot_cache/enable"),\n'),
+        "a bypassed backend stays so": gone('    ("PUT", "/bypass/remove"),\n'),
     },
 }
 DEFECTS = each_of(MISTAKES)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a hit is loaded or computed."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of
 
 MISTAKES = {
     "lmcache_hybrid/scheduler/load_policy.py": {
@@ -9,9 +9,8 @@ MISTAKES = {
             "            computing = (end - start) / ASSUMED_SPEED\n",
             "            return math.inf\n",
         ),
-        "what was assumed counts more than what was computed": (
-            "        if computing is None:\n",
-            "        if True:\n",
+        "what was assumed counts more than what was computed": always(
+            "        if computing is None:\n"
         ),
         "loads under way are not waited for": (
             "max(0.0, self._free_at - self._clock()) + own",
@@ -60,7 +59,7 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/scheduler/speeds.py": {
-        "estimates can be negative": ("            if a >= 0 <= b:\n", "            if True:\n"),
+        "estimates can be negative": always("            if a >= 0 <= b:\n"),
     },
     "lmcache_hybrid/connector.py": {
         "a load waits for the forward of its step": (

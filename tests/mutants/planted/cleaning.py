@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which records of a folder go, how many, and who deletes them."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, gone
 
 MISTAKES = {
     "lmcache_hybrid/storage/folder/cleaner.py": {
@@ -9,7 +9,7 @@ MISTAKES = {
             "        for _, folders in shared_folders(config):\n",
             "        for _, folders in shared_folders(config)[:1]:\n",
         ),
-        "each file of another user's is told of": ("            self._told = True\n", ""),
+        "each file of another user's is told of": gone("            self._told = True\n"),
         "one user's engine keeps those of others from cleaning": (
             "        if done.kept_bytes:\n",
             "        if done.kept_bytes < 0:\n",
@@ -81,7 +81,7 @@ MISTAKES = {
             "        return young and self.path.endswith(DATA + TEMPORARY)\n",
         ),
     },
-    "lmcache_hybrid/storage/folder/folder_lock.py": {
+    "lmcache_hybrid/storage/folder/lock_file.py": {
         "a private file that is linked to is opened for the group": (
             " or status.st_nlink > 1:\n",
             ":\n",
@@ -130,10 +130,7 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/folder/file_uses.py": {
-        "every hit writes to the folder": (
-            "            if key not in self._marked:\n",
-            "            if True:\n",
-        ),
+        "every hit writes to the folder": always("            if key not in self._marked:\n"),
         "a hit is marked once and never again": (
             "        if minute != self._minute:\n",
             "        if not self._minute:\n",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies on a device: how they are queued, their order, the memory of the pool."""
 
-from tests.mutants.defect import Defect, each_of
+from tests.mutants.defect import Defect, always, each_of, gone, passes
 
 COPIES = "lmcache_hybrid/worker/copies.py"
 
@@ -23,9 +23,8 @@ MISTAKES = {
             "asked = size + PAGE",
             "asked = size",
         ),
-        "a fork leaves the device with pages that the pool has left": (
-            "    memory.madvise(mmap.MADV_DONTFORK)\n",
-            "",
+        "a fork leaves the device with pages that the pool has left": gone(
+            "    memory.madvise(mmap.MADV_DONTFORK)\n"
         ),
     },
     "lmcache_hybrid/worker/device_copies.py": {
@@ -33,29 +32,26 @@ MISTAKES = {
             "is_src_access_order_any=not to_host",
             "is_src_access_order_any=True",
         ),
-        "copies are joined although their host memory lies apart": (
-            "        & (host[1:] == host[:-1] + sizes[:-1])\n",
-            "",
+        "copies are joined although their host memory lies apart": gone(
+            "        & (host[1:] == host[:-1] + sizes[:-1])\n"
         ),
         "copies are joined although their pages lie apart": (
             "        (pages[1:] == pages[:-1] + sizes[:-1])\n        & (host",
             "        (host",
         ),
-        "one copy spans two allocations": ("        & (memory[1:] == memory[:-1])\n", ""),
-        "small pieces are copied in batches, which drivers get wrong": (
-            "            if to_host or spans.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED:\n",
-            "            if True:\n",
+        "one copy spans two allocations": gone("        & (memory[1:] == memory[:-1])\n"),
+        "small pieces are copied in batches, which drivers get wrong": always(
+            "            if to_host or spans.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED:\n"
         ),
-        "small pieces are not copied at all": ("        copy_one_by_one(small, to_host)\n", ""),
+        "small pieces are not copied at all": gone("        copy_one_by_one(small, to_host)\n"),
         "a batch is larger than drivers take": ("MAX_BATCH = 256", "MAX_BATCH = 1024"),
         "pieces of any size are copied in batches": ("MIN_BATCHED = 64 << 10", "MIN_BATCHED = 256"),
         "a batched copy that was seen to be wrong is used": (
             "            reason = _difference(device)\n",
             "            _difference(device)\n",
         ),
-        "batches are queued on a stream where vLLM's op ignores errors": (
-            "        and torch.cuda.current_stream(device).cuda_stream not in DEFAULT_STREAMS\n",
-            "",
+        "batches are queued on a stream where vLLM's op ignores errors": gone(
+            "        and torch.cuda.current_stream(device).cuda_stream not in DEFAULT_STREAMS\n"
         ),
         "after a failed batch its copies are missing": (
             "            copy_one_by_one(items, to_host)\n\n\ndef _takes",
@@ -96,7 +92,7 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/worker/copies.py": {
-        "a load does not wait for its mark": ("        stream.wait_event(after.event)\n", ""),
+        "a load does not wait for its mark": gone("        stream.wait_event(after.event)\n"),
         "the mark is on the thread's current device, whichever that is": (
             "self._module.current_stream(self._device)",
             "self._module.current_stream()",
@@ -105,13 +101,11 @@ MISTAKES = {
             "        event = self._module.Event(**blocking)\n",
             '        event = self.__dict__.setdefault("_event", self._module.Event(**blocking))\n',
         ),
-        "a load is reported before the device has copied it": (
-            "            self._wait(self._record(stream))\n",
-            "            pass\n",
+        "a load is reported before the device has copied it": passes(
+            "            self._wait(self._record(stream))\n"
         ),
-        "the checksum of a save is computed before the device has copied it": (
-            "            self._wait(copied)\n",
-            "",
+        "the checksum of a save is computed before the device has copied it": gone(
+            "            self._wait(copied)\n"
         ),
         "all restoring threads share a stream": (
             "        self._restoring = threading.local()\n",
@@ -135,9 +129,8 @@ MISTAKES = {
         "more threads copy than the docs say": ("COPIERS = 4\n", "COPIERS = 8\n"),
     },
     "lmcache_hybrid/worker/saver.py": {
-        "the buffers of a save go to the store before the device has copied them": (
-            "                rest()\n",
-            "                pass\n",
+        "the buffers of a save go to the store before the device has copied them": passes(
+            "                rest()\n"
         ),
     },
 }

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defects of ``local_disk``."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/disk/backend.py": {
-        "a save competes with its own writes": (
-            "        self.others.deleter.wait_for_queueing()\n",
-            "",
+        "a save competes with its own writes": gone(
+            "        self.others.deleter.wait_for_queueing()\n"
         ),
         "records are deleted before files that nobody can find": (
             "        for ranked in (strangers, own):\n",
@@ -28,17 +27,15 @@ MISTAKES = {
             "                    self._fail(error)\n\n    def _queue",
             "                    raise\n\n    def _queue",
         ),
-        "a disk that takes no files loses those that it has": (
-            "            if not os.access(self.path, os.W_OK | os.X_OK):\n",
-            "            if False:\n",
+        "a disk that takes no files loses those that it has": never(
+            "            if not os.access(self.path, os.W_OK | os.X_OK):\n"
         ),
         "a restore from disk reads one file after the other": (
             "list(self._readers.map(self._read, keys, entries))",
             "list(map(self._read, keys, entries))",
         ),
-        "a read of a lost file keeps its memory": (
-            "            if memory is not None:\n                memory.ref_count_down()\n",
-            "",
+        "a read of a lost file keeps its memory": gone(
+            "            if memory is not None:\n                memory.ref_count_down()\n"
         ),
         "a save larger than the disk counts as failed": (
             'in flight", key)\n                return\n',
@@ -48,9 +45,8 @@ MISTAKES = {
             'config.get_extra_config_value("disk_io_threads", THREADS)',
             "THREADS",
         ),
-        "one record that cannot be read is promised again and again": (
-            "                        self._drop(key)\n",
-            "                        pass\n",
+        "one record that cannot be read is promised again and again": passes(
+            "                        self._drop(key)\n"
         ),
     },
     "lmcache_hybrid/storage/disk/deleter.py": {
@@ -84,29 +80,25 @@ MISTAKES = {
             "                if not freed:\n",
             "                if not freed and not self.dict:\n",
         ),
-        "records that are still being written are not arranged": (
-            "            self._arranged.update(dict.fromkeys(pending, (keys, pending)))\n",
-            "",
+        "records that are still being written are not arranged": gone(
+            "            self._arranged.update(dict.fromkeys(pending, (keys, pending)))\n"
         ),
         "a record that is indexed is waited for to arrange its save": (
             "if key not in self.dict and key in self.put_tasks}\n",
             "if key in self.put_tasks}\n",
         ),
-        "records found again are not counted by LFU": (
-            "            self.cache_policy.update_on_put(key)\n",
-            "            pass\n",
+        "records found again are not counted by LFU": passes(
+            "            self.cache_policy.update_on_put(key)\n"
         ),
         "a disk that is full for other files evicts what is too little": (
             "if all(total < size for total in itertools.accumulate(entries, initial=strange)):",
             "if not strange + sum(entries):",
         ),
-        "records evicted on a full disk are counted for ever": (
-            "            self._count(-entry.size)\n",
-            "",
+        "records evicted on a full disk are counted for ever": gone(
+            "            self._count(-entry.size)\n"
         ),
-        "LMCache's metric of local storage stays at zero": (
-            "            self._monitor.update_local_storage_usage(self.current_cache_size)\n",
-            "            pass\n",
+        "LMCache's metric of local storage stays at zero": passes(
+            "            self._monitor.update_local_storage_usage(self.current_cache_size)\n"
         ),
     },
     "lmcache_hybrid/storage/disk/index.py": {
@@ -116,9 +108,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/disk/full_disk.py": {
-        "a disk that others fill loses all its records for nothing": (
-            "        self._pause.fail()\n",
-            "",
+        "a disk that others fill loses all its records for nothing": gone(
+            "        self._pause.fail()\n"
         ),
         "on a full disk nothing new is stored": (
             "        if self._pause.lasts:\n",
@@ -141,9 +132,8 @@ MISTAKES = {
             "        self.used([",
             "        str([",
         ),
-        "what is queued is written from memory that LMCache has freed": (
-            "            self.backend.close()\n",
-            "            pass\n",
+        "what is queued is written from memory that LMCache has freed": passes(
+            "            self.backend.close()\n"
         ),
     },
     "lmcache_hybrid/storage/disk/make_backend.py": {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request asks to be removed."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/scheduler/drops.py": {
@@ -9,10 +9,7 @@ MISTAKES = {
             "        inner = partial(inner_hashes, request, past, plan)\n",
             "        inner = inner_hashes(request, past, plan).copy\n",
         ),
-        "a drop holds its prompt until the next one": (
-            "        if self._turn is pending:\n",
-            "        if False:\n",
-        ),
+        "a drop holds its prompt until the next one": never("        if self._turn is pending:\n"),
         "a drop leaves what ends in a partly filled block": (
             "*(-(-boundary // size) for",
             "*(boundary // size for",
@@ -29,18 +26,16 @@ MISTAKES = {
             "min(each.block for each in results)",
             "max(each.block for each in results)",
         ),
-        "lookups wait for all drops at once": (
-            "            if self._turn is not None and not self._turn.poll(0.0, self._ledger):\n",
-            "            if False:\n",
+        "lookups wait for all drops at once": never(
+            "            if self._turn is not None and not self._turn.poll(0.0, self._ledger):\n"
         ),
         "a drop's time begins with its turn": (
             "        drop.ends = drop.ends or time.monotonic() + DROP_SECONDS\n",
             "        if drop.pending is None:\n"
             "            drop.ends = time.monotonic() + DROP_SECONDS\n",
         ),
-        "a drop waits for its turn for ever": (
-            "                if time.monotonic() <= drop.ends:\n",
-            "                if True:\n",
+        "a drop waits for its turn for ever": always(
+            "                if time.monotonic() <= drop.ends:\n"
         ),
         "a drop waits for a call without an answer for ever": (
             "        elif time.monotonic() > self._ends:",
@@ -54,16 +49,14 @@ MISTAKES = {
             "        if self._over:\n            return\n        if self._request",
             "        if self._request",
         ),
-        "a drop that was stopped half way says that nothing was removed": (
-            "        if why and self._begun:\n",
-            "        if False:\n",
+        "a drop that was stopped half way says that nothing was removed": never(
+            "        if why and self._begun:\n"
         ),
         "a drop that fails is said to be done": ('"failed" if error else "done"', '"done"'),
     },
     "lmcache_hybrid/worker/saver.py": {
-        "a drop does not wait for copies of a device": (
-            "            self._finisher.submit(int).result(seconds)\n",
-            "            pass\n",
+        "a drop does not wait for copies of a device": passes(
+            "            self._finisher.submit(int).result(seconds)\n"
         ),
     },
     "lmcache_hybrid/storage/drops.py": {
@@ -89,9 +82,8 @@ MISTAKES = {
             "any(key.block_hash in hashes and key.tags == tags for key in keys)",
             "any(key.block_hash in hashes for key in keys)",
         ),
-        "records that were dropped from a remote store are still announced": (
-            "                    self._residency.discarded(key)\n",
-            "                    pass\n",
+        "records that were dropped from a remote store are still announced": passes(
+            "                    self._residency.discarded(key)\n"
         ),
     },
     "lmcache_hybrid/protocol/prefix.py": {
@@ -147,15 +139,13 @@ MISTAKES = {
             "    if type(start) is not int or start < 0:\n",
             "    if type(start) is int and start < 0:\n",
         ),
-        "a drop is done although a prefetch was asked beside it": (
-            "    if len(several) > 1:\n",
-            "    if False:\n",
+        "a drop is done although a prefetch was asked beside it": never(
+            "    if len(several) > 1:\n"
         ),
     },
     "lmcache_hybrid/scheduler/admission.py": {
-        "a prefetch is computed where that is faster": (
-            "            if tracker.prefetch is None:\n",
-            "            if True:\n",
+        "a prefetch is computed where that is faster": always(
+            "            if tracker.prefetch is None:\n"
         ),
     },
     "lmcache_hybrid/scheduler/prefetches.py": {

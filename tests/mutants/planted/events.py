@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events that promise what does not hit, or hide what does."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
-    "lmcache_hybrid/scheduler/announced_prefixes.py": {
-        "a boundary is announced without its states": (
-            "            and self._holds(node, self._plan.states)\n",
-            "",
+    "lmcache_hybrid/scheduler/event_prefixes.py": {
+        "a boundary is announced without its states": gone(
+            "            and self._holds(node, self._plan.states)\n"
         ),
         "a boundary is announced with one of its states": (
             "            and self._holds(node, self._plan.states)\n",
@@ -101,17 +100,12 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/scheduler/scheduler.py": {
-        "a reset withdraws nothing": (
-            "            self.events.reset(self._epoch)\n",
-            "            pass\n",
+        "a reset withdraws nothing": passes("            self.events.reset(self._epoch)\n"),
+        "the scheduler takes no report of its ranks": passes(
+            "            self.events.receive(output.kv_cache_events)\n"
         ),
-        "the scheduler takes no report of its ranks": (
-            "            self.events.receive(output.kv_cache_events)\n",
-            "            pass\n",
-        ),
-        "what is stored is not made known to the events": (
-            "        if save is not None and self.events is not None:\n",
-            "        if False:\n",
+        "what is stored is not made known to the events": never(
+            "        if save is not None and self.events is not None:\n"
         ),
     },
     "lmcache_hybrid/storage/residency.py": {
@@ -123,9 +117,8 @@ MISTAKES = {
             "            self._unconfirmed.pop(key, None)\n            self._lose_remotely(key)\n",
             "            self._unconfirmed.pop(key, None)\n",
         ),
-        "what a shared store has lost stays announced": (
-            "                    self._lose_remotely(key)\n",
-            "                    pass\n",
+        "what a shared store has lost stays announced": passes(
+            "                    self._lose_remotely(key)\n"
         ),
         "a record is announced before a shared store holds it": (
             "                    if key in held:\n"
@@ -141,13 +134,11 @@ MISTAKES = {
             "            if key in index and tier is self._indexes[-1][0]:\n"
             "                return tier\n",
         ),
-        "a slower write of an evicted record is not noticed": (
-            "                self._expect(key, name)  # a slower write of it may be under way\n",
-            "",
+        "a slower write of an evicted record is not noticed": gone(
+            "                self._expect(key, name)  # a slower write of it may be under way\n"
         ),
-        "what a rank stores after a reset is never announced": (
-            "            self._epoch = epoch\n",
-            "",
+        "what a rank stores after a reset is never announced": gone(
+            "            self._epoch = epoch\n"
         ),
         "a restart reports a part of what a large disk holds": (
             "self._expected[key] = RecordName(header.group, header.block_hash, header.tags)\n",
@@ -178,22 +169,19 @@ MISTAKES = {
             "        return self._events is not None and self._events.pending\n",
             "        return False\n",
         ),
-        "a reset of vLLM's own cache hides what the store holds": (
-            "            self._events.cleared()\n",
-            "            pass\n",
+        "a reset of vLLM's own cache hides what the store holds": passes(
+            "            self._events.cleared()\n"
         ),
     },
     "lmcache_hybrid/protocol/record_reports.py": {
-        "of the ranks' reports only the first one's reaches the scheduler": (
-            "        self.reports.extend(events)\n",
-            "        pass\n",
+        "of the ranks' reports only the first one's reaches the scheduler": passes(
+            "        self.reports.extend(events)\n"
         ),
     },
     "lmcache_hybrid/scheduler_side.py": {
-        "prompts that earlier versions kept stay on disk": (
+        "prompts that earlier versions kept stay on disk": passes(
             '        delete_old_prompts(folders_in("LMCache option local_disk", '
-            "config.local_disk))\n",
-            "        pass\n",
+            "config.local_disk))\n"
         ),
         "prompts that earlier versions kept stay in the second folder": (
             'delete_old_prompts(folders_in("LMCache option local_disk", config.local_disk))',
@@ -212,9 +200,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/stored/folder_store.py": {
-        "a purge leaves prompts that earlier versions kept": (
-            "        delete_old_prompts(map(str, self._folders))\n",
-            "        pass\n",
+        "a purge leaves prompts that earlier versions kept": passes(
+            "        delete_old_prompts(map(str, self._folders))\n"
         ),
     },
 }

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors from outside: what becomes of them, and what ranks say to each other."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/worker/worker.py": {
-        "a worker that cannot start leaves its loading thread": (
-            "            on_error.callback(self.loads.close)\n",
-            "",
+        "a worker that cannot start leaves its loading thread": gone(
+            "            on_error.callback(self.loads.close)\n"
         ),
         "a load that cannot be queued is reported never": (
             "                self._give_back(claim)\n                self.loads.refuse(load)\n",
@@ -22,11 +21,10 @@ MISTAKES = {
             "self.ledger)\n",
             "                raise\n",
         ),
-        "the claim of a load that could not be planned stays": (
-            "            self._give_back(self._lookup.take_claim(request_id))\n",
-            "            pass\n",
+        "the claim of a load that could not be planned stays": passes(
+            "            self._give_back(self._lookup.take_claim(request_id))\n"
         ),
-        "errors of adapters are in no metric": ("        adapters.ledger = self.ledger\n", ""),
+        "errors of adapters are in no metric": gone("        adapters.ledger = self.ledger\n"),
     },
     "lmcache_hybrid/connector.py": {
         "an engine that LMCache could not close stays open": (
@@ -41,17 +39,15 @@ MISTAKES = {
             '                tell_ranks(vllm_config, f"it does not start: {error}")\n',
             "                raise\n",
         ),
-        "a rank that refuses to start only says so": (
-            "        if refusal is not None:\n            raise refusal\n",
-            "",
+        "a rank that refuses to start only says so": gone(
+            "        if refusal is not None:\n            raise refusal\n"
         ),
         "nobody hears of a load that could not be planned": (
             "        failed = set(self._metadata.unloadable)\n",
             "        failed: set[str] = set()\n",
         ),
-        "a rank that is off keeps loads waiting": (
-            "            failed.update(load.request_id for load in self._metadata.loads)\n",
-            "            pass\n",
+        "a rank that is off keeps loads waiting": passes(
+            "            failed.update(load.request_id for load in self._metadata.loads)\n"
         ),
         "a load that cannot be planned waits for ever": (
             "give_up(request.request_id, waits=num_external_tokens > 0)",
@@ -61,13 +57,11 @@ MISTAKES = {
             "        return self.scheduler.send(scheduler_output, [])\n",
             "        return NOTHING\n",
         ),
-        "a load goes on for ever where an answer cannot be read": (
-            "            self.scheduler.end_loads(output)\n",
-            "            pass\n",
+        "a load goes on for ever where an answer cannot be read": passes(
+            "            self.scheduler.end_loads(output)\n"
         ),
-        "a save that breaks ends the engine": (
-            '    @guarded("what the step computed is not stored", _skip_saves)\n',
-            "",
+        "a save that breaks ends the engine": gone(
+            '    @guarded("what the step computed is not stored", _skip_saves)\n'
         ),
         "a reset that breaks is taken for done": (
             '    @guarded("the reset fails", _stay_closed)\n',
@@ -75,9 +69,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/disk/backend.py": {
-        "a disk that cannot start all threads leaves some": (
-            "            stack.callback(self._writers.shutdown)\n",
-            "",
+        "a disk that cannot start all threads leaves some": gone(
+            "            stack.callback(self._writers.shutdown)\n"
         ),
         "a write that ends with an odd error takes room for ever": (
             "        except Exception as error:\n            self._fail(error)\n            with",
@@ -107,9 +100,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/identity/weights.py": {
-        "a rank does not hear that another one has a problem": (
-            "        if said.get(_PROBLEM) is not None:\n",
-            "        if False:\n",
+        "a rank does not hear that another one has a problem": never(
+            "        if said.get(_PROBLEM) is not None:\n"
         ),
     },
     "lmcache_hybrid/identity/adapters.py": {
@@ -146,10 +138,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/scheduler/scheduler.py": {
-        "a request that is given up keeps its claim": (
+        "a request that is given up keeps its claim": gone(
             "        if not isinstance(tracker.phase, Loading):\n"
-            "            self._lookups.admit(tracker)\n",
-            "",
+            "            self._lookups.admit(tracker)\n"
         ),
         "a request that cannot be planned keeps others from being stored": (
             '                caught("plan_save", error, "nothing more of a request is '
@@ -181,16 +172,14 @@ MISTAKES = {
             '        except Exception as error:\n            lost = "a lookup may',
             '        except ZeroDivisionError as error:\n            lost = "a lookup may',
         ),
-        "errors of lookups on a rank are in no metric": (
-            "            self._ledger = ledger\n",
-            "            pass\n",
+        "errors of lookups on a rank are in no metric": passes(
+            "            self._ledger = ledger\n"
         ),
     },
     "lmcache_hybrid/scheduler/lookup_queue.py": {
-        "an error of one lookup is logged each time and counted nowhere": (
+        "an error of one lookup is logged each time and counted nowhere": gone(
             '            caught("ask_ranks", error, "it is a miss and its prompt is '
-            'computed", self.ledger)\n',
-            "",
+            'computed", self.ledger)\n'
         ),
     },
     "lmcache_hybrid/core/faults.py": {
@@ -198,24 +187,19 @@ MISTAKES = {
             '            "not logged" if ledger is None else COUNTED,\n',
             "            COUNTED,\n",
         ),
-        "an error is kept from vLLM in silence": ("    if first:\n", "    if False:\n"),
-        "errors that go no further are not counted": (
-            "            counts.caught_errors[place] += 1\n",
-            "            pass\n",
+        "an error is kept from vLLM in silence": never("    if first:\n"),
+        "errors that go no further are not counted": passes(
+            "            counts.caught_errors[place] += 1\n"
         ),
-        "tests do not see errors that go no further": (
-            "    if os.environ.get(STRICT):\n",
-            "    if False:\n",
-        ),
+        "tests do not see errors that go no further": never("    if os.environ.get(STRICT):\n"),
     },
     "lmcache_hybrid/worker/saver.py": {
         "a full pool hides why a save failed": (
             "                warned = full in self._warned\n",
             "                warned = bool(self._warned)\n",
         ),
-        "a save that fails is logged without its traceback": (
-            "                    exc_info=None if full else error,\n",
-            "",
+        "a save that fails is logged without its traceback": gone(
+            "                    exc_info=None if full else error,\n"
         ),
     },
 }

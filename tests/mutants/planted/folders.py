@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several folders of ``local_disk``, and whose they are."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/disk/backend.py": {
@@ -17,9 +17,8 @@ MISTAKES = {
             "DiskCacheMetadata(file.path, file.size, ",
             "DiskCacheMetadata(self.path_of(key), file.size, ",
         ),
-        "a second file of a record counts nowhere": (
-            "            if key in self.dict:\n                return False\n",
-            "",
+        "a second file of a record counts nowhere": gone(
+            "            if key in self.dict:\n                return False\n"
         ),
     },
     "lmcache_hybrid/storage/disk/limited_index.py": {
@@ -39,9 +38,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/config/folders.py": {
-        "a trusted owner's folder may be written to by anybody": (
-            "        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):\n",
-            "        if False:\n",
+        "a trusted owner's folder may be written to by anybody": never(
+            "        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):\n"
         ),
         "a trusted owner's folder may be written to by its group": (
             "        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):\n",
@@ -75,15 +73,14 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/tiers/disk.py": {
-        "a second engine in a folder of local_disk is not told": (
-            "            self._warn_of_others()\n",
-            "            pass\n",
+        "a second engine in a folder of local_disk is not told": passes(
+            "            self._warn_of_others()\n"
         ),
         "each rank of an engine takes the others for another engine": (
             "        if opening.metadata.worker_id == 0 and",
             "        if",
         ),
-        "an engine that ends keeps its folder": ("        self._use.release()\n", "        pass\n"),
+        "an engine that ends keeps its folder": passes("        self._use.release()\n"),
     },
     "lmcache_hybrid/tools/doctor/backends.py": {
         "the doctor locks a folder as its engine does": (", visit=True)", ")"),
@@ -101,9 +98,8 @@ MISTAKES = {
             "            return self._file.hold()\n",
             "            return True\n",
         ),
-        "an engine that starts again is not told of the one that stayed": (
-            "            _share(number)\n",
-            "            pass\n",
+        "an engine that starts again is not told of the one that stayed": passes(
+            "            _share(number)\n"
         ),
         "a forked child keeps the folder of an engine that has ended": (
             "            fcntl.flock(number, fcntl.LOCK_UN)",

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks on several hosts: who is let in, what is sent, and in whose time."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone
 
 MISTAKES = {
     "lmcache_hybrid/storage/hosts.py": {
+        "ranks with IPv6 addresses are not reached": gone(
+            "    socket.setsockopt(zmq.IPV6, is_valid_ipv6_address(host))\n"
+        ),
         "a clock that has lost time is believed for a minute": (
             "                if self._ahead[rank] > then - sent[rank]:",
             "                if False:",
@@ -21,10 +24,9 @@ MISTAKES = {
             "            msg = [verb, body, deadline + self._learned - began]\n",
             "            msg = [verb, body, deadline]\n",
         ),
-        "lookups between hosts are not encrypted": (
+        "lookups between hosts are not encrypted": gone(
             "            self.socket.setsockopt(zmq.CURVE_SERVER, 1)\n"
-            "            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)\n",
-            "",
+            "            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)\n"
         ),
         "a secret key is in logs": (
             "    secret_key: bytes = field(repr=False)\n",
@@ -93,9 +95,8 @@ MISTAKES = {
             "                except ZeroDivisionError as error:\n"
             "                    self._switch_off(error)\n",
         ),
-        "a load's deadline is in the scheduler's time on another host": (
-            "        if self._hosts:\n            metadata = metadata.on_this_clock()\n",
-            "",
+        "a load's deadline is in the scheduler's time on another host": gone(
+            "        if self._hosts:\n            metadata = metadata.on_this_clock()\n"
         ),
         "a load's deadline is moved on the scheduler's host": (
             "        if self._hosts:\n            metadata = metadata.on_this_clock()\n",

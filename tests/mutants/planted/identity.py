@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes two requests the same to the cache: adapters, and media that clients name."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, gone, never, passes
 
 ADAPTERS = "lmcache_hybrid/identity/adapters.py"
 
@@ -24,9 +24,8 @@ MISTAKES = {
             'function.__globals__.get("__name__", "")',
             "function.__module__",
         ),
-        "functions within decorators do not count": (
-            "        if isinstance(each, _HOLDERS):\n",
-            "        if False:\n",
+        "functions within decorators do not count": never(
+            "        if isinstance(each, _HOLDERS):\n"
         ),
         "code that a link leads to does not count": (
             "os.walk(folder, followlinks=True)",
@@ -54,9 +53,8 @@ MISTAKES = {
             "sorted(homes(code) | inherited)",
             "sorted(homes(code))",
         ),
-        "a new class of vLLM passes as the one that it is derived from": (
-            '        if path.startswith("vllm.") and _has_pages(base):\n',
-            "        if False:\n",
+        "a new class of vLLM passes as the one that it is derived from": never(
+            '        if path.startswith("vllm.") and _has_pages(base):\n'
         ),
         "pages of TurboQuant are taken for each other, whatever their layout": (
             '    return {"struct of arrays": layer.impl._soa_store}\n',
@@ -84,9 +82,8 @@ MISTAKES = {
             "_file_digest(config.mm_encoder_fp8_scale_path)",
             "config.mm_encoder_fp8_scale_path",
         ),
-        "what decides the bytes of a page is left out of the fingerprint": (
-            '        **({"pages": layout} if layout else {}),\n',
-            "",
+        "what decides the bytes of a page is left out of the fingerprint": gone(
+            '        **({"pages": layout} if layout else {}),\n'
         ),
         "code from outside is left out of the fingerprint": (
             "weights_identity(vllm_config, problem, code)",
@@ -113,9 +110,8 @@ MISTAKES = {
         ),
     },
     "vllm_patch/unsound.py": {
-        "text behind a pruned video is at wrong positions": (
-            "    if pruned and config.model_config.uses_mrope:\n",
-            "    if False:\n",
+        "text behind a pruned video is at wrong positions": never(
+            "    if pruned and config.model_config.uses_mrope:\n"
         ),
     },
     "lmcache_hybrid/identity/model_code.py": {
@@ -147,21 +143,18 @@ MISTAKES = {
             "elsewhere = config.hf_config_path is not None or",
             "elsewhere =",
         ),
-        "code of another folder that auto_map names is the model's own": (
-            ' or any("--" in str(each) for each in references)',
-            "",
+        "code of another folder that auto_map names is the model's own": gone(
+            ' or any("--" in str(each) for each in references)'
         ),
         "a file that was put into an installed package counts by the package's version": (
             "identity = code_identity(module)",
             'identity = code_identity(module.partition(".")[0])',
         ),
-        "code of configurations within a configuration does not count": (
-            '        if hasattr(value, "model_type"):\n',
-            "        if False:\n",
+        "code of configurations within a configuration does not count": never(
+            '        if hasattr(value, "model_type"):\n'
         ),
-        "processors of another repository do not count": (
-            "            if commit is not None and commit not in known:\n",
-            "            if False:\n",
+        "processors of another repository do not count": never(
+            "            if commit is not None and commit not in known:\n"
         ),
     },
     "vllm_patch/loaders.py": {
@@ -197,17 +190,15 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/scheduler/arrivals.py": {
-        "what was not to be stored of a session is, with its next part": (
-            "        if before is not None and before.skip_save:\n",
-            "        if False:\n",
+        "what was not to be stored of a session is, with its next part": never(
+            "        if before is not None and before.skip_save:\n"
         ),
         "a session's parts count with the last one's tags": (
             "(prefix is None or before.tags != prefix.tags)",
             "prefix is None",
         ),
-        "vLLM is asked to end a step inside such an image": (
-            "            barred=barred_boundaries(request, plan),\n",
-            "",
+        "vLLM is asked to end a step inside such an image": gone(
+            "            barred=barred_boundaries(request, plan),\n"
         ),
         "a request that reads no cache is counted nowhere": (
             'unsaved or ("short" if short else _why_unread(request))',
@@ -221,20 +212,18 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/identity/media.py": {
-        "names of images that a client gave count across tenants": (
-            "        if request.cache_salt:\n",
-            "        if True:\n",
+        "names of images that a client gave count across tenants": always(
+            "        if request.cache_salt:\n"
         ),
         "images that no process has marked are taken for hashed": (
             "(params.extra_args or {}).get(MARK) if",
             "(params.extra_args or {}).get(MARK, CONTENT) if",
         ),
-        "what a client wrote behind the Rust front end is taken for a mark": (
-            "    if envs.VLLM_USE_RUST_FRONTEND:\n",
-            "    if False:\n",
+        "what a client wrote behind the Rust front end is taken for a mark": never(
+            "    if envs.VLLM_USE_RUST_FRONTEND:\n"
         ),
     },
-    "vllm_patch/media.py": {
+    "vllm_patch/media_marks.py": {
         "a client marks its own names as hashes": (
             "                extra[MARK] = mark or CLIENT\n",
             "                extra[MARK] = (params.extra_args or {}).get(MARK) or mark or CLIENT\n",
@@ -247,13 +236,11 @@ MISTAKES = {
             "            mm_uuids = _prefixed(mm_uuids)\n",
             "            mm_uuids = dict(mm_uuids or {})\n",
         ),
-        "names that vLLM counts are taken for the client's": (
-            "            if not _has_made_up_names(self.vllm_config):\n",
-            "            if True:\n",
+        "names that vLLM counts are taken for the client's": always(
+            "            if not _has_made_up_names(self.vllm_config):\n"
         ),
-        "beams with an image are taken for marked by nobody": (
-            "        if MARK in rendered:\n",
-            "        if False:\n",
+        "beams with an image are taken for marked by nobody": never(
+            "        if MARK in rendered:\n"
         ),
     },
     "lmcache_hybrid/scheduler/prompt.py": {
@@ -263,9 +250,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/rank_lookup.py": {
-        "a hit ends inside an image that attends to itself in both directions": (
-            "            if end in barred:\n",
-            "            if False:\n",
+        "a hit ends inside an image that attends to itself in both directions": never(
+            "            if end in barred:\n"
         ),
     },
     "lmcache_hybrid/scheduler/whole_items.py": {
@@ -275,12 +261,11 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/scheduler/save_planner.py": {
-        "a state inside such an image is stored": (
-            "            if tokens in tracker.checkpoints.barred:\n",
-            "            if False:\n",
+        "a state inside such an image is stored": never(
+            "            if tokens in tracker.step_ends.barred:\n"
         ),
     },
-    "lmcache_hybrid/scheduler/checkpoints.py": {
+    "lmcache_hybrid/scheduler/step_ends.py": {
         "windows are stored inside such an image instead of in front of it": (
             "        while boundary and boundary in self.barred:\n",
             "        while False:\n",
@@ -291,10 +276,9 @@ MISTAKES = {
             "whole_items=vllm_config.model_config.is_mm_prefix_lm",
             "whole_items=vllm_config.model_config.is_hybrid and False",
         ),
-        "a rank without a store lets the others wait for its word on an adapter": (
+        "a rank without a store lets the others wait for its word on an adapter": passes(
             "            ADAPTERS.all_hold([save.prefix.adapter for save in "
-            "self._metadata.saves])\n",
-            "            pass\n",
+            "self._metadata.saves])\n"
         ),
     },
     "lmcache_hybrid/scheduler/scheduler.py": {
@@ -312,9 +296,8 @@ MISTAKES = {
             'b"".join(self.contents)',
             'b"".join(self.contents[:1])',
         ),
-        "blocks of an adapter's old content are stored under the new one": (
-            "            if not ever - {known}:\n",
-            "            if True:\n",
+        "blocks of an adapter's old content are stored under the new one": always(
+            "            if not ever - {known}:\n"
         ),
         "an adapter's factors do not count": (
             "        facts = (name, layer.rank, layer.lora_alpha, layer.scaling)\n",
@@ -346,15 +329,13 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/worker/saver.py": {
-        "a step stores under the name of an adapter that was reloaded": (
-            "                if not named:\n",
-            "                if False:\n",
+        "a step stores under the name of an adapter that was reloaded": never(
+            "                if not named:\n"
         ),
     },
     "lmcache_hybrid/worker/loads.py": {
-        "a request goes on with what its adapter's old content computed": (
-            "        if result.ok and not self._adapters.holds(load.prefix.adapter):\n",
-            "        if False:\n",
+        "a request goes on with what its adapter's old content computed": never(
+            "        if result.ok and not self._adapters.holds(load.prefix.adapter):\n"
         ),
     },
 }

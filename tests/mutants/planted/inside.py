@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Boundaries inside a block: what is stored, hit and loaded there."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone
 
 MISTAKES = {
-    "lmcache_hybrid/scheduler/short_prompts.py": {
+    "lmcache_hybrid/scheduler/unit_advice.py": {
         "a unit is advised where it has no effect": (
             "plan.with_unit(1).unit and not plan.unit",
             "plan.states and not plan.unit",
@@ -63,7 +63,7 @@ MISTAKES = {
             "        return save is not None\n",
             "        return False\n",
         ),
-        "what an ended request left is saved after a reset": ("        self._final.forget()\n", ""),
+        "what an ended request left is saved after a reset": gone("        self._final.forget()\n"),
     },
     "lmcache_hybrid/connector.py": {
         "ended requests are not reported": (

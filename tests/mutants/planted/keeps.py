@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request asks to be evicted last."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/keep_shares.py": {
@@ -34,26 +34,19 @@ MISTAKES = {
             "        while self._ends and self._ends[0] <= now:\n",
             "        while False:\n",
         ),
-        "a shorter time ends a longer one": (
-            "                if ends < until:\n",
-            "                if True:\n",
-        ),
+        "a shorter time ends a longer one": always("                if ends < until:\n"),
         "a salt may keep more than its share": (
             "            if own > OF_SALT * most:\n",
             "            if own > most:\n",
         ),
-        "all salts together may keep more than their share": (
-            "            if self._total + new > most:\n",
-            "            if False:\n",
+        "all salts together may keep more than their share": never(
+            "            if self._total + new > most:\n"
         ),
         "what is kept already takes its share twice": (
             "for name, size in records.items() if name not in self._names)",
             "for name, size in records.items())",
         ),
-        "an aborted request ends another's keep": (
-            "                if left:\n",
-            "                if False:\n",
-        ),
+        "an aborted request ends another's keep": never("                if left:\n"),
         "a record that two requests keep is that of the last": (
             "(*others, own) if",
             "(own,) if",
@@ -80,13 +73,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/eviction_order.py": {
-        "each eviction walks past all kept records": (
-            "        policy.postpone(keys)\n",
-            "        pass\n",
-        ),
-        "LFU walks past all kept records with each eviction": (
-            "            policy.update_on_hit(key, index)\n",
-            "            pass\n",
+        "each eviction walks past all kept records": passes("        policy.postpone(keys)\n"),
+        "LFU walks past all kept records with each eviction": passes(
+            "            policy.update_on_hit(key, index)\n"
         ),
         "MRU walks past all kept records with each eviction": (
             "last=isinstance(policy, LRUCachePolicy))",
@@ -118,9 +107,8 @@ MISTAKES = {
             "        computes &= save and start < end and marks.ends_at(end)\n",
             "        computes &= save and marks.ends_at(end)\n",
         ),
-        "a keep outlives a reset that comes before its last call": (
-            "        if self._epoch != epoch:\n",
-            "        if False:\n",
+        "a keep outlives a reset that comes before its last call": never(
+            "        if self._epoch != epoch:\n"
         ),
         "a keep that an aborted request has not made yet takes its share later": (
             "        promised, keep.promised, keep.broken = keep.promised, 0, True\n",
@@ -156,10 +144,9 @@ MISTAKES = {
             "    stay = set()\n",
         ),
     },
-    "lmcache_hybrid/scheduler/checkpoints.py": {
-        "no step ends where a request keeps its prompt": (
-            "        if computed < self.kept <= self.last:\n",
-            "        if False:\n",
+    "lmcache_hybrid/scheduler/step_ends.py": {
+        "no step ends where a request keeps its prompt": never(
+            "        if computed < self.kept <= self.last:\n"
         ),
     },
     "lmcache_hybrid/scheduler/lookup_queue.py": {
@@ -182,17 +169,15 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/lmcache_store.py": {
-        "a keep outlives a drop": ("            kept.end(engine_keys)\n", "            pass\n"),
-        "a keep outlives a reset": ("            kept.clear()\n", "            pass\n"),
+        "a keep outlives a drop": passes("            kept.end(engine_keys)\n"),
+        "a keep outlives a reset": passes("            kept.clear()\n"),
     },
     "lmcache_hybrid/scheduler/scheduler.py": {
-        "a request is told that a reset keeps its prompt": (
-            "                tracker.keep.error = tracker.keep.error or RESET\n",
-            "                pass\n",
+        "a request is told that a reset keeps its prompt": passes(
+            "                tracker.keep.error = tracker.keep.error or RESET\n"
         ),
-        "what an aborted request has not stored is kept until its time is over": (
-            "            if tracker.keep is not None and tracker.keep.promised:\n",
-            "            if False:\n",
+        "what an aborted request has not stored is kept until its time is over": never(
+            "            if tracker.keep is not None and tracker.keep.promised:\n"
         ),
         "a keep forgets after a preemption what was stored before": (
             "        save = self._planner.plan(tracker, computed, held, block_state)\n"
@@ -204,15 +189,11 @@ MISTAKES = {
         "a request may keep for a year": ("not 0 <= seconds <= KEEP_SECONDS:", "not 0 <= seconds:"),
     },
     "lmcache_hybrid/storage/tiers/ram.py": {
-        "RAM that LMCache does not use is said to keep": (
-            "        if backend.use_hot:\n",
-            "        if True:\n",
-        ),
+        "RAM that LMCache does not use is said to keep": always("        if backend.use_hot:\n"),
     },
     "lmcache_hybrid/scheduler/tracker.py": {
-        "what a request has stored is kept no longer once it ends": (
-            "            keep.promised = 0\n",
-            "            pass\n",
+        "what a request has stored is kept no longer once it ends": passes(
+            "            keep.promised = 0\n"
         ),
     },
     "lmcache_hybrid/worker/worker.py": {

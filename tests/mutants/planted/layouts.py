@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of the KV cache."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone
 
 MISTAKES = {
     "lmcache_hybrid/worker/layout.py": {
@@ -40,9 +40,8 @@ MISTAKES = {
             "GroupPages(groups[index].layer_names, kv_caches, num_blocks, count(index))",
             "GroupPages(groups[index].layer_names, kv_caches, None, count(index))",
         ),
-        "scales of loaded blocks are reset by the first forward": (
-            "    reset_scales(kv_cache_config, kv_caches, context)\n",
-            "",
+        "scales of loaded blocks are reset by the first forward": gone(
+            "    reset_scales(kv_cache_config, kv_caches, context)\n"
         ),
     },
     "lmcache_hybrid/worker/pages.py": {
@@ -119,9 +118,8 @@ MISTAKES = {
             "                    self._engine.forget()\n",
             "                    self._engine.settle()\n",
         ),
-        "the acceptance test loads while it asks vLLM's own cache": (
-            "        engine.use(())  # nothing may be loaded, whatever is stored\n",
-            "",
+        "the acceptance test loads while it asks vLLM's own cache": gone(
+            "        engine.use(())  # nothing may be loaded, whatever is stored\n"
         ),
     },
     "lmcache_hybrid/tools/accept/result.py": {
@@ -144,9 +142,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/accept/worker.py": {
-        "the acceptance test loses nothing where it means to": (
-            '    vars(worker.loads)["_restore"] = restore_and_lose\n',
-            "",
+        "the acceptance test loses nothing where it means to": gone(
+            '    vars(worker.loads)["_restore"] = restore_and_lose\n'
         ),
     },
     "lmcache_hybrid/tools/accept/drafts.py": {

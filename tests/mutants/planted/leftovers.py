@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a test session leaves on the machine."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, passes
 
 MISTAKES = {
     "tests/leftovers.py": {
@@ -30,14 +30,13 @@ MISTAKES = {
             "                os.chmod(each, 0o700)",
             "                os.chmod(each, 0o500)",
         ),
-        "the folder of a session stays": ("    shutil.rmtree(folder, ignore_errors=True)\n", ""),
+        "the folder of a session stays": gone("    shutil.rmtree(folder, ignore_errors=True)\n"),
         "LMCache's folder for Prometheus stays": (
             "            os.rmdir(each)",
             "            os.stat(each)",
         ),
-        "the guard cleans up after the session's end, and nobody waits for it": (
-            "            self._guard.communicate()\n",
-            "            pass\n",
+        "the guard cleans up after the session's end, and nobody waits for it": passes(
+            "            self._guard.communicate()\n"
         ),
     },
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookups, claims and what a request remembers."""
 
-from tests.mutants.defect import Defect, each_of
+from tests.mutants.defect import Defect, each_of, gone, passes
 
 RAM = "lmcache_hybrid/storage/tiers/ram.py"
 
@@ -42,9 +42,8 @@ MISTAKES = {
             "for end in self._whole(ends, 0)}",
             "for end in ends if all(key in self.where for key in self._states(end))}",
         ),
-        "a state counts as stored although it has just been evicted": (
-            "                states.discard(boundary)  # some of it has just been evicted\n",
-            "                pass\n",
+        "a state counts as stored although it has just been evicted": passes(
+            "                states.discard(boundary)  # some of it has just been evicted\n"
         ),
         "a state that no hit may end at is evicted as if it had not been used": (
             "                whole = past if tail else {boundary, *past}\n",
@@ -96,9 +95,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/rpc.py": {
-        "what a lookup found is evicted as if it had not been used": (
-            "        self._refresh()\n",
-            "",
+        "what a lookup found is evicted as if it had not been used": gone(
+            "        self._refresh()\n"
         ),
         "a rank answers when nobody waits any more": (
             "ANSWER_WITHIN * self._timeout_ms",
@@ -110,13 +108,11 @@ MISTAKES = {
             "max(0.0, deadline - time.monotonic()) / 2",
             "max(0.0, deadline - time.monotonic())",
         ),
-        "every lookup waits for a store that does not answer": (
-            "    if name in silent:\n        return [False] * len(keys)\n",
-            "",
+        "every lookup waits for a store that does not answer": gone(
+            "    if name in silent:\n        return [False] * len(keys)\n"
         ),
-        "a store that answers again is left alone as long as before": (
-            "        silent.answered(name)\n",
-            "",
+        "a store that answers again is left alone as long as before": gone(
+            "        silent.answered(name)\n"
         ),
     },
     "lmcache_hybrid/core/backoff.py": {
@@ -137,9 +133,8 @@ MISTAKES = {
             "                pace.check()\n"
             "                self._restore_part(claim, piece, after, pace)\n",
         ),
-        "a request's next load is stopped with the one before": (
-            "            self._unwanted.discard(request_id)\n",
-            "",
+        "a request's next load is stopped with the one before": gone(
+            "            self._unwanted.discard(request_id)\n"
         ),
     },
     "lmcache_hybrid/scheduler/tracker.py": {
@@ -147,9 +142,8 @@ MISTAKES = {
             "            self.stored.attention = result.attention  #",
             "            self.stored.attention = max(self.stored.attention, result.attention)  #",
         ),
-        "a state whose save failed is never stored": (
-            "        self.stored.forget(self.stored.attention)\n",
-            "",
+        "a state whose save failed is never stored": gone(
+            "        self.stored.forget(self.stored.attention)\n"
         ),
     },
     "lmcache_hybrid/scheduler/waits.py": {

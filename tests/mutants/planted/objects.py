@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records in buckets, and other names of Redis."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, gone, never
 
 S3 = "lmcache_hybrid/storage/remote/s3.py"
 
@@ -45,21 +45,23 @@ MISTAKES = {
             "self._target[offset : offset + len(chunk)]",
             "self._target[: len(chunk)]",
         ),
-        "each part of an object is sent from its beginning": (
-            "        self._at += len(part)\n",
-            "",
+        "each part of an object is sent from its beginning": gone(
+            "        self._at += len(part)\n"
         ),
         "a write that S3 refuses is not counted": (
-            "        except (ConnectionError, S3Error):\n            self.failed(1)\n",
-            "        except (ConnectionError, S3Error):\n",
+            "                self._unreachable = time.monotonic()\n            self.failed(1)\n",
+            "                self._unreachable = time.monotonic()\n",
+        ),
+        "nobody learns why an S3 takes no record": (
+            "            self.failed(1)\n            self._explain(error)\n",
+            "            self.failed(1)\n",
         ),
         "closing drops what waits to be written to S3": (
             "        if self._writing:\n",
             "        if not self._writing:\n",
         ),
-        "closing leaves requests to S3 behind": (
-            "        for request in rest:\n            request.cancel()\n",
-            "",
+        "closing leaves requests to S3 behind": gone(
+            "        for request in rest:\n            request.cancel()\n"
         ),
         "where S3 fails a lookup it says that nothing is there": (
             "            if error.status == 404:\n                return False\n"
@@ -72,9 +74,8 @@ MISTAKES = {
             '    if not extra.get("s3_region"):\n',
             '    if "s3_region" in extra and not extra["s3_region"]:\n',
         ),
-        "a bucket without TLS is not told": (
-            '        if not (config.extra_config or {}).get("disable_tls"):\n',
-            "        if False:\n",
+        "a bucket without TLS is not told": never(
+            '        if not (config.extra_config or {}).get("disable_tls"):\n'
         ),
         "a bucket with a folder behind it is accepted": (
             " or parts.path or parts.query:\n",
@@ -101,12 +102,32 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/stored/opening.py": {
-        "inspect looks for resp:// under its own name": ("    name_as_redis(config)\n", ""),
+        "inspect looks for resp:// under its own name": gone("    name_as_redis(config)\n"),
     },
     "lmcache_hybrid/tools/doctor/backends.py": {
         "doctor does not say that a server is away": (
-            "            if away := _away(store, name, key, _place(config, name)):\n",
+            "            if away := _away(store, name, key):\n",
             '            if away := "":\n',
+        ),
+    },
+    "lmcache_hybrid/storage/remote/s3_failures.py": {
+        "an S3 that speaks TLS only is not told": never("    if encrypted and not tls:\n"),
+        "an S3 without TLS is not told": never(
+            "    if tls and why in _PLAIN_ANSWERS and _answers(plain)[0]:\n"
+        ),
+        "an S3 whose TLS fails for another reason is called one without TLS": (
+            "    if tls and why in _PLAIN_ANSWERS and _answers(plain)[0]:\n",
+            "    if tls and not encrypted and _answers(plain)[0]:\n",
+        ),
+        "a certificate of S3 that nobody trusts is not told": (
+            "        if tls:\n            said",
+            "        if False:\n            said",
+        ),
+        "a proxy that S3 does not pass is not told": always(
+            "            if _passes(proxy, host, port, tls):\n"
+        ),
+        "each failure of S3 is said to be the proxy's": never(
+            "            if _passes(proxy, host, port, tls):\n"
         ),
     },
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reuse, counters and resets."""
 
-from tests.mutants.defect import Defect, each_of
+from tests.mutants.defect import Defect, each_of, gone, never, passes
 
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 
@@ -53,22 +53,20 @@ MISTAKES = {
     },
     "lmcache_hybrid/scheduler/admission.py": {
         "the store's junctions are not heeded": (
-            "tracker.checkpoints.junction = found * self._plan.block_size",
+            "tracker.step_ends.junction = found * self._plan.block_size",
             "pass",
         ),
     },
     "lmcache_hybrid/worker/saver.py": {
-        "the beginning of a prefix is evicted first": (
-            "            self._store.arrange(used, passing, save.request_id)\n",
-            "            pass\n",
+        "the beginning of a prefix is evicted first": passes(
+            "            self._store.arrange(used, passing, save.request_id)\n"
         ),
         "a step that was scheduled before a reset stores after it": (
             "            if metadata.epoch != self._epoch:\n",
             "            if metadata.epoch > self._epoch:\n",
         ),
-        "a save in a sleep is not counted as such": (
-            '                self._skip("asleep", len(metadata.saves))\n                return\n',
-            "                pass\n",
+        "a save in a sleep is not counted as such": passes(
+            '                self._skip("asleep", len(metadata.saves))\n                return\n'
         ),
     },
     "lmcache_hybrid/scheduler/lookup_queue.py": {
@@ -88,36 +86,30 @@ MISTAKES = {
         ),
     },
     "vllm_patch/compat.py": {
-        "a restored state is not found again in vLLM's own cache": (
-            "    publish_restored_states()\n",
-            "",
+        "a restored state is not found again in vLLM's own cache": gone(
+            "    publish_restored_states()\n"
         ),
-        "loads are promoted by priority, not in order of admission": (
-            "    promote_loads_in_order()\n",
-            "",
+        "loads are promoted by priority, not in order of admission": gone(
+            "    promote_loads_in_order()\n"
         ),
-        "a failed load keeps its blocks until its turn": ("    free_failed_loads()\n", ""),
-        "the end of a load is published whether there is room for it or not": (
-            "    skip_partial_publish_when_full()\n",
-            "",
+        "a failed load keeps its blocks until its turn": gone("    free_failed_loads()\n"),
+        "the end of a load is published whether there is room for it or not": gone(
+            "    skip_partial_publish_when_full()\n"
         ),
-        "a load reserves nothing for its windows": ("    reserve_windows()\n", ""),
-        "blocks of a step that was taken back can be hit": ("    unhash_uncomputed_blocks()\n", ""),
-        "a state that is published late must lie where the next step is to end": (
-            "    publish_where_steps_ended()\n",
-            "",
+        "a load reserves nothing for its windows": gone("    reserve_windows()\n"),
+        "blocks of a step that was taken back can be hit": gone("    unhash_uncomputed_blocks()\n"),
+        "a state that is published late must lie where the next step is to end": gone(
+            "    publish_where_steps_ended()\n"
         ),
-        "a checkpoint inside a chunk is published as the state at its block's end": (
-            "    publish_checkpoints_once()\n",
-            "",
+        "a checkpoint inside a chunk is published as the state at its block's end": gone(
+            "    publish_checkpoints_once()\n"
         ),
         "a checkpoint whose block's end has no hash yet is not offered": (
             "            if published is not None:\n",
             "            if published is None:\n",
         ),
-        "a chunk that is shortened for MTP modules may be empty": (
-            "    leave_no_chunk_empty()\n",
-            "",
+        "a chunk that is shortened for MTP modules may be empty": gone(
+            "    leave_no_chunk_empty()\n"
         ),
         "what counts until a state is published counts for ever": (
             "        finally:\n            request.shared_prefix_boundary = boundary\n",
@@ -127,35 +119,28 @@ MISTAKES = {
             "    Remove when: ``Scheduler._preempt_request`` evicts",
             "    Later ``Scheduler._preempt_request`` may evict",
         ),
-        "a failed load keeps its reservation": (
-            "        scheduler._inflight_prefills.discard(request)\n",
-            "",
+        "a failed load keeps its reservation": gone(
+            "        scheduler._inflight_prefills.discard(request)\n"
         ),
-        "a load under way survives a reset": (
-            "            scheduler.failed_recving_kv_req_ids.add(request.request_id)\n",
-            "",
+        "a load under way survives a reset": gone(
+            "            scheduler.failed_recving_kv_req_ids.add(request.request_id)\n"
         ),
-        "hits and saves go on although vLLM's own cache was not emptied": (
-            "                    connector.reset_failed()\n",
-            "                    pass\n",
+        "hits and saves go on although vLLM's own cache was not emptied": passes(
+            "                    connector.reset_failed()\n"
         ),
     },
     "vllm_patch/partial_hits.py": {
-        "a chunk that starts inside a block runs past it": (
-            "    stop_at_the_next_boundary()\n",
-            "",
+        "a chunk that starts inside a block runs past it": gone(
+            "    stop_at_the_next_boundary()\n"
         ),
-        "a running state is published as that of an earlier token": (
-            "    publish_no_state_late()\n",
-            "",
+        "a running state is published as that of an earlier token": gone(
+            "    publish_no_state_late()\n"
         ),
-        "a hit inside a block copies it before it is computed": (
-            "    copy_what_is_computed()\n",
-            "",
+        "a hit inside a block copies it before it is computed": gone(
+            "    copy_what_is_computed()\n"
         ),
-        "a block that is being computed counts as uncomputed for ever": (
-            '        vars(self).pop("_hybrid_uncomputed", None)\n',
-            "        pass\n",
+        "a block that is being computed counts as uncomputed for ever": passes(
+            '        vars(self).pop("_hybrid_uncomputed", None)\n'
         ),
         "every block that a request holds counts as uncomputed": (
             " if block.block_hash != had}",
@@ -163,9 +148,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/scheduler/lookup_metrics.py": {
-        "tokens lost for want of a state are not counted": (
-            "            counts.lost_tokens += lost\n",
-            "",
+        "tokens lost for want of a state are not counted": gone(
+            "            counts.lost_tokens += lost\n"
         ),
         "pages that no load could use count as lost": (
             "reach = min(result.attention, asked.limit) * block_size",
@@ -183,9 +167,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/metrics.py": {
-        "the first rank's numbers stand for all": (
-            "                self.data[name] = mine + value\n",
-            "                pass\n",
+        "the first rank's numbers stand for all": passes(
+            "                self.data[name] = mine + value\n"
         ),
     },
     "lmcache_hybrid/core/counts.py": {
@@ -195,13 +178,12 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/record_names.py": {
-        "records keep their names over a reset": (
-            "        self.fingerprint = os.urandom(len(self.fingerprint))\n",
-            "",
+        "records keep their names over a reset": gone(
+            "        self.fingerprint = os.urandom(len(self.fingerprint))\n"
         ),
     },
     "lmcache_hybrid/storage/rpc.py": {
-        "a rank that failed to reset counts as reset": (" and all(done)", ""),
+        "a rank that failed to reset counts as reset": gone(" and all(done)"),
         "the name of a rank's socket is too long for the folder that a cluster gives a job": (
             "digest_size=8).hexdigest()",
             "digest_size=32).hexdigest()",
@@ -227,37 +209,29 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/core/threads.py": {
-        "threads are started one by one, after their work was queued": (
-            "            pool.submit(go_on.wait)\n",
-            "            pass\n",
+        "threads are started one by one, after their work was queued": passes(
+            "            pool.submit(go_on.wait)\n"
         ),
     },
     "lmcache_hybrid/storage/remote/reader.py": {
-        "loads wait for a silent store one after the other": (
-            "                self._silent = now\n",
-            "                pass\n",
+        "loads wait for a silent store one after the other": passes(
+            "                self._silent = now\n"
         ),
     },
     "lmcache_hybrid/worker/worker.py": {
-        "pages are held while their memory is freed": (
-            "            pages.unmap()\n",
-            "            pass\n",
-        ),
-        "after a sleep copies go on failing": (
-            "        self.loads.resume()\n        self.saves.resume()\n",
-            "",
+        "pages are held while their memory is freed": passes("            pages.unmap()\n"),
+        "after a sleep copies go on failing": gone(
+            "        self.loads.resume()\n        self.saves.resume()\n"
         ),
     },
     "lmcache_hybrid/worker/pages.py": {
-        "another layout after a sleep is taken for the one before": (
-            "        if (self.layout, self.block_bytes) != before:\n",
-            "        if False:\n",
+        "another layout after a sleep is taken for the one before": never(
+            "        if (self.layout, self.block_bytes) != before:\n"
         ),
     },
     "vllm_patch/sleep.py": {
-        "vLLM before 0.33 frees the KV cache under a copy": (
-            '    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):\n',
-            "    if False:\n",
+        "vLLM before 0.33 frees the KV cache under a copy": never(
+            '    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):\n'
         ),
         "weights that a sleep discarded count as known": (
             "        if level != 1:\n",

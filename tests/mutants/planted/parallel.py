@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks, stages and engines side by side, and connectors beside ours."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, never
 
 MISTAKES = {
     "lmcache_hybrid/config/parallel.py": {
@@ -25,9 +25,8 @@ MISTAKES = {
             "if not config.local_disk or not engine:",
             "if not config.local_disk:",
         ),
-        "a prefix cache that is off after all is served": (
-            "    if not vllm_config.cache_config.enable_prefix_caching:\n",
-            "    if False:\n",
+        "a prefix cache that is off after all is served": never(
+            "    if not vllm_config.cache_config.enable_prefix_caching:\n"
         ),
     },
     "lmcache_hybrid/core/groups.py": {
@@ -71,9 +70,8 @@ MISTAKES = {
             "    turns = parallel.cp_kv_cache_interleave_size, ",
             "    turns = (); _ = ",
         ),
-        "which tokens of a block a rank holds is not in a record's name": (
-            "*get_dcp_world_size_and_rank(), ",
-            "",
+        "which tokens of a block a rank holds is not in a record's name": gone(
+            "*get_dcp_world_size_and_rank(), "
         ),
     },
     "lmcache_hybrid/worker/pages.py": {
@@ -91,7 +89,7 @@ MISTAKES = {
             'self.vllm_config, "scheduler")',
             "self.vllm_config, self.role)",
         ),
-        "LMCache takes a worker for the scheduler": ("                role=self.role,\n", ""),
+        "LMCache takes a worker for the scheduler": gone("                role=self.role,\n"),
     },
     "lmcache_hybrid/identity/adapters.py": {
         "stages cache adapters that other stages may have lost": (
@@ -100,19 +98,16 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/connector.py": {
-        "a worker does not know that it is a stage": (
-            "                ADAPTERS.stages = parallel.pipeline_parallel_size\n",
-            "",
+        "a worker does not know that it is a stage": gone(
+            "                ADAPTERS.stages = parallel.pipeline_parallel_size\n"
         ),
-        "a worker takes another engine's folder": (
-            "        settle_disk_folder(config, parallel)\n",
-            "",
+        "a worker takes another engine's folder": gone(
+            "        settle_disk_folder(config, parallel)\n"
         ),
     },
     "lmcache_hybrid/scheduler/scheduler.py": {
-        "what a request ends with is kept although another connector may report it first": (
-            "        if not self._options.alone:\n",
-            "        if False:\n",
+        "what a request ends with is kept although another connector may report it first": never(
+            "        if not self._options.alone:\n"
         ),
         "another connector's failed loads count as ours": (
             "self._loading & set(output.failed_recving or ())",
@@ -138,9 +133,8 @@ MISTAKES = {
         ),
     },
     "vllm_patch/unsound.py": {
-        "an engine goes on with blocks that a failed step left": (
-            "    if parallel.enable_fault_tolerance:\n",
-            "    if False:\n",
+        "an engine goes on with blocks that a failed step left": never(
+            "    if parallel.enable_fault_tolerance:\n"
         ),
         "a lost expert is told after its blocks were stored": (
             'if parallel.all2all_backend == "nixl_ep" and parallel.data_parallel_size > 1:',

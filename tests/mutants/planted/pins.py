@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What waiting requests pin in LMCache's RAM."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, gone, passes
 
 MISTAKES = {
     "lmcache_hybrid/scheduler/pin_limit.py": {
@@ -14,9 +14,8 @@ MISTAKES = {
             "self._full =",
         ),
         "waiting requests pin the whole pool": ("PART = 0.5", "PART = 1.0"),
-        "the head of the queue waits until those behind it pin less": (
-            "        if request_id == self._head:\n            return True\n",
-            "",
+        "the head of the queue waits until those behind it pin less": gone(
+            "        if request_id == self._head:\n            return True\n"
         ),
         "the head of the first pass stays the head": (
             "        self._head, self._full = None, False\n",
@@ -30,23 +29,19 @@ MISTAKES = {
             "        if not self._full:\n            self._take_answers()\n",
             "        if True:\n            self._take_answers()\n",
         ),
-        "a lookup that was answered counts as if it was not, until vLLM asks again": (
-            "            self._take_answers()\n",
-            "",
+        "a lookup that was answered counts as if it was not, until vLLM asks again": gone(
+            "            self._take_answers()\n"
         ),
-        "a lookup counts once it is answered": (
-            "        self._hold(request_id, self._keys(request, all_of_it))\n",
-            "",
+        "a lookup counts once it is answered": gone(
+            "        self._hold(request_id, self._keys(request, all_of_it))\n"
         ),
-        "a lookup counts with all that it might have found": (
-            "            self._hold(request_id, self._keys(lookup.request, result))\n",
-            "            pass\n",
+        "a lookup counts with all that it might have found": passes(
+            "            self._hold(request_id, self._keys(lookup.request, result))\n"
         ),
-        "records that several requests pin count for each": (
-            "            if holders == 1:\n",
-            "            if True:\n",
+        "records that several requests pin count for each": always(
+            "            if holders == 1:\n"
         ),
-        "records on disk count": ("            if source == RAM:\n", "            if True:\n"),
+        "records on disk count": always("            if source == RAM:\n"),
         "states on disk count": (
             "        if hashes and result.source == RAM:\n",
             "        if hashes:\n",
@@ -81,9 +76,8 @@ MISTAKES = {
             "isinstance(tracker.phase, NotAsked) and not nothing",
             "not nothing",
         ),
-        "each pass counts a request that waits for others": (
-            "                tracker.delayed = True\n",
-            "",
+        "each pass counts a request that waits for others": gone(
+            "                tracker.delayed = True\n"
         ),
     },
     "lmcache_hybrid/scheduler_side.py": {

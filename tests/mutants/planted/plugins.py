@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores that ``remote_storage_plugins`` names, in operators' commands."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, never
 
 MISTAKES = {
     "lmcache_hybrid/config/stores/file.py": {
@@ -22,16 +22,12 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/config/stores/fs.py": {
-        "a folder that engines share is sought where each was started": (
-            '        if not folder.startswith("/"):\n',
-            "        if False:\n",
+        "a folder that engines share is sought where each was started": never(
+            '        if not folder.startswith("/"):\n'
         ),
     },
     "lmcache_hybrid/config/stores/redis.py": {
-        "a plugin of Redis takes any URL": (
-            "            if place.scheme not in _SCHEMES:\n",
-            "            if False:\n",
-        ),
+        "a plugin of Redis takes any URL": never("            if place.scheme not in _SCHEMES:\n"),
     },
     "lmcache_hybrid/config/stores/base.py": {
         "what stands for a plugin's URL is named with its password": (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a damaged record is removed."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/lmcache_store.py": {
@@ -9,13 +9,11 @@ MISTAKES = {
             "            self._damaged.unreadable(self.engine_key(key), location)\n",
             "            self.discard(key, claim)\n",
         ),
-        "a record that cannot be read is promised again and again": (
-            "            self._damaged.unreadable(self.engine_key(key), location)\n",
-            "",
+        "a record that cannot be read is promised again and again": gone(
+            "            self._damaged.unreadable(self.engine_key(key), location)\n"
         ),
-        "a page that another rank wrote anew stays hidden": (
-            "                    self._damaged.written_elsewhere(name, self.engine_key(key))\n",
-            "                    pass\n",
+        "a page that another rank wrote anew stays hidden": passes(
+            "                    self._damaged.written_elsewhere(name, self.engine_key(key))\n"
         ),
     },
     "lmcache_hybrid/storage/hidden_records.py": {
@@ -27,17 +25,14 @@ MISTAKES = {
             "            if location not in (None, name):\n",
             "            if not name:\n",
         ),
-        "a damaged record that a store keeps is found there again": (
-            "                self._hide(name, key)\n",
-            "",
+        "a damaged record that a store keeps is found there again": gone(
+            "                self._hide(name, key)\n"
         ),
-        "a damaged record that was written anew stays hidden": (
-            "        self._hidden[backend].show(key)\n",
-            "        pass\n",
+        "a damaged record that was written anew stays hidden": passes(
+            "        self._hidden[backend].show(key)\n"
         ),
-        "a page that another rank cannot write fails every second request": (
-            "                _remember(self._doubted, key)\n",
-            "",
+        "a page that another rank cannot write fails every second request": gone(
+            "                _remember(self._doubted, key)\n"
         ),
         "a page stays hidden for ever where another rank failed to write it once": (
             "            if time.monotonic() >= self._doubted.get(key, 0.0):\n",

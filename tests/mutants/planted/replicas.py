@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages that all ranks hold alike, and groups that hold scratch only."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone
 
 MISTAKES = {
     "lmcache_hybrid/core/groups.py": {
@@ -22,9 +22,8 @@ MISTAKES = {
             '        return "scratch"\n',
             '        return "attention"\n',
         ),
-        "scratch that vLLM looks for in its cache is left out": (
-            " and not spec.prefix_cacheable",
-            "",
+        "scratch that vLLM looks for in its cache is left out": gone(
+            " and not spec.prefix_cacheable"
         ),
         "scratch whose blocks move vLLM's hits is accepted": (
             "    served = common == math.lcm(*every)\n",
@@ -51,9 +50,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/open_store.py": {
-        "a page that all ranks share is named without the key": (
-            "        replicas = replicas.sealed_with(digester)\n",
-            "",
+        "a page that all ranks share is named without the key": gone(
+            "        replicas = replicas.sealed_with(digester)\n"
         ),
     },
     "lmcache_hybrid/storage/record_names.py": {
@@ -61,9 +59,8 @@ MISTAKES = {
             "            self.writer(key),\n",
             "            self._metadata.worker_id,\n",
         ),
-        "pages that all ranks share keep their names over a reset": (
-            "        self.replicas = self.replicas and self.replicas.after_reset(epoch)\n",
-            "",
+        "pages that all ranks share keep their names over a reset": gone(
+            "        self.replicas = self.replicas and self.replicas.after_reset(epoch)\n"
         ),
         "all engines take the same names at a reset": (
             "        data = self.salt + epoch",
@@ -90,13 +87,11 @@ MISTAKES = {
             "            self._submit(ours, [self._engine.store_location])\n",
             "            self._submit(ours, self._locations(shared=False))\n",
         ),
-        "only one rank keeps what all hold alike in its RAM": (
-            "            self._submit(others, self._locations(shared=False))\n",
-            "",
+        "only one rank keeps what all hold alike in its RAM": gone(
+            "            self._submit(others, self._locations(shared=False))\n"
         ),
-        "store_location is ignored for what another rank writes": (
-            ' and wanted in (None, "", name)',
-            "",
+        "store_location is ignored for what another rank writes": gone(
+            ' and wanted in (None, "", name)'
         ),
         "a failed write keeps a reference": (
             "            except BaseException:\n                for memory in memories:\n"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may read and write: keys, passwords, TLS."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/record_format.py": {
-        "seals are not looked at": ("    check_seal(record, digester)\n", ""),
+        "seals are not looked at": gone("    check_seal(record, digester)\n"),
     },
     "lmcache_hybrid/core/digests.py": {
         "a seal stands for any header": (
@@ -38,7 +38,7 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/config/lmcache_config.py": {
-        "LMCache is told the password": ("    hide_passwords(config)\n", ""),
+        "LMCache is told the password": gone("    hide_passwords(config)\n"),
     },
     "lmcache_hybrid/storage/remote/clients.py": {
         "Redis is used without login and TLS": (
@@ -61,9 +61,8 @@ MISTAKES = {
             '        raise ValueError(\n            "its port is not a number;',
             '        raise ValueError(\n            f"{url}: its port is not a number;',
         ),
-        "a password in the query of a URL is told": (
-            '        bare = _IN_QUERY.sub("", bare).rstrip("?&")\n',
-            "        pass\n",
+        "a password in the query of a URL is told": passes(
+            '        bare = _IN_QUERY.sub("", bare).rstrip("?&")\n'
         ),
         "a password in the environment wins over the one in the file": (
             "    if not path:\n",

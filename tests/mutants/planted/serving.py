@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is stored, hit, loaded and left behind."""
 
-from tests.mutants.defect import Defect, each_of
+from tests.mutants.defect import Defect, each_of, gone, never, passes
 
 CONNECTOR = "lmcache_hybrid/connector.py"
 
 MISTAKES = {
-    "lmcache_hybrid/scheduler/checkpoints.py": {
+    "lmcache_hybrid/scheduler/step_ends.py": {
         "a step is to end where vLLM keeps tokens for a drafter of several modules": (
             "        return not (self.offered and 0 < self.known - boundary < "
             "self.drafter.runway)\n",
@@ -42,9 +42,8 @@ MISTAKES = {
             "        and speculative.use_eagle_block_drop()\n",
             "        and False\n",
         ),
-        "a block is given up although hashes look ahead": (
-            "        and not hash_look_ahead(config)\n",
-            "",
+        "a block is given up although hashes look ahead": gone(
+            "        and not hash_look_ahead(config)\n"
         ),
         "plan does not know that a release gives up the end of each hit": (
             "        elif causes:\n",
@@ -103,9 +102,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/scheduler/prompt.py": {
-        "a full block is taken to have a hash": (
-            "    blocks = min(blocks, len(request.block_hashes) // hashes_per_block)\n",
-            "",
+        "a full block is taken to have a hash": gone(
+            "    blocks = min(blocks, len(request.block_hashes) // hashes_per_block)\n"
         ),
     },
     "lmcache_hybrid/worker/fingerprint.py": {
@@ -113,9 +111,8 @@ MISTAKES = {
             "ahead = (look_ahead,) if look_ahead else ()",
             "ahead = ()",
         ),
-        "scales that DeepGEMM rounds are left out of the fingerprint": (
-            '    "VLLM_USE_DEEP_GEMM_E8M0",\n',
-            "",
+        "scales that DeepGEMM rounds are left out of the fingerprint": gone(
+            '    "VLLM_USE_DEEP_GEMM_E8M0",\n'
         ),
         "the rank is left out of the fingerprint": (
             "(parallel.world_size, parallel.rank)",
@@ -128,7 +125,7 @@ MISTAKES = {
             "        if not new:\n",
         ),
         "the next boundary is wanted only once vLLM has handed the last state off": (
-            "        said = bool(self._plan.states) and boundary >= tracker.checkpoints.known\n",
+            "        said = bool(self._plan.states) and boundary >= tracker.step_ends.known\n",
             "        said = bool(self._plan.states)\n",
         ),
         "the state in front of a chunk is stored as that of its end": (
@@ -171,7 +168,7 @@ MISTAKES = {
             "        found = [(g, table[g][e - 1], e * size) for e in ends for g in "
             "self._plan.states]\n        offered = self._states(tracker, computed, found)",
         ),
-        "a boundary is stored that the step does not reach": (" or tokens > computed", ""),
+        "a boundary is stored that the step does not reach": gone(" or tokens > computed"),
         "a state is stored although one group was not offered": (
             "if blocks.keys() >= set(self._plan.states):",
             "if blocks and blocks.setdefault(self._plan.states[0], "
@@ -258,9 +255,8 @@ MISTAKES = {
             "if self._given_up or time.monotonic() > request.deadline:",
             "if self._given_up:",
         ),
-        "a drop that overtakes its question is forgotten": (
-            "            self._given_up |= request_id == answering and latest <= number\n",
-            "",
+        "a drop that overtakes its question is forgotten": gone(
+            "            self._given_up |= request_id == answering and latest <= number\n"
         ),
     },
     "lmcache_hybrid/scheduler/load_planner.py": {
@@ -274,7 +270,7 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/record_names.py": {
-        "the user's tags are left out of the store's key": ("    if tags:\n", "    if False:\n"),
+        "the user's tags are left out of the store's key": never("    if tags:\n"),
     },
     "lmcache_hybrid/core/keys.py": {
         "groups share one key": (
@@ -301,26 +297,22 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/worker/loads.py": {
-        "a damaged record stays in the store": (
-            "                self._store.discard(error.key, claim)\n",
-            "",
+        "a damaged record stays in the store": gone(
+            "                self._store.discard(error.key, claim)\n"
         ),
-        "a failed load is reported as a good one": (
-            "                results.failed_recving.add(request_id)\n",
-            "                pass\n",
+        "a failed load is reported as a good one": passes(
+            "                results.failed_recving.add(request_id)\n"
         ),
         "the load of an aborted request is never named": (
             "            results.finished_recving.add(request_id)\n",
             "            if request_id not in finished:\n"
             "                results.finished_recving.add(request_id)\n",
         ),
-        "a pin is leaked when a load is cancelled": (
-            "                running.claim.release()  # a cancelled load never ran\n",
-            "                pass\n",
+        "a pin is leaked when a load is cancelled": passes(
+            "                running.claim.release()  # a cancelled load never ran\n"
         ),
-        "the buffers of a load are not given back": (
-            "                stack.callback(buffer.release)\n",
-            "                pass\n",
+        "the buffers of a load are not given back": passes(
+            "                stack.callback(buffer.release)\n"
         ),
     },
     "lmcache_hybrid/worker/pages.py": {
@@ -332,9 +324,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/worker/worker.py": {
-        "a given-up claim is not released": (
-            "            self._lookup.release(request_id, number)\n",
-            "            pass\n",
+        "a given-up claim is not released": passes(
+            "            self._lookup.release(request_id, number)\n"
         ),
     },
     "lmcache_hybrid/storage/lmcache_store.py": {

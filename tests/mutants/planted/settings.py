@@ -1,45 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether each configuration ends in hits, or in a sentence."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, gone, never, passes
 
 MISTAKES = {
     "vllm_patch/configuration.py": {
-        "vLLM's own offloading replaces the connector without a word": (
-            "    if asked and not is_ours(config):\n",
-            "    if False:\n",
+        "vLLM's own offloading replaces the connector without a word": never(
+            "    if asked and not is_ours(config):\n"
         ),
         "other users of vLLM's own offloading are refused": (
             "        asked = is_ours(self)\n",
             "        asked = True\n",
         ),
-        "connectors that are no list end in vLLM's traceback": (
-            "        if is_list and all(isinstance(each, dict) for each in children):\n",
-            "        if True:\n",
+        "connectors that are no list end in vLLM's traceback": always(
+            "        if is_list and all(isinstance(each, dict) for each in children):\n"
         ),
-        "a MultiConnector without connectors ends in vLLM's words on another thing": (
-            '    if name == "MultiConnector" and not _children(transfer):\n',
-            "    if False:\n",
+        "a MultiConnector without connectors ends in vLLM's words on another thing": never(
+            '    if name == "MultiConnector" and not _children(transfer):\n'
         ),
-        "a folder too long for sockets ends in a traceback": (
-            "    if taken > most:\n",
-            "    if False:\n",
-        ),
+        "a folder too long for sockets ends in a traceback": never("    if taken > most:\n"),
         "a connector that runs ours inside it is found by its own children only": (
             "            or _names_ours((each.get",
             "            or False and _names_ours((each.get",
         ),
-        "another class of the connector's name runs": (
-            "    if name == CONNECTOR and path and path != MODULE:\n",
-            "    if False:\n",
+        "another class of the connector's name runs": never(
+            "    if name == CONNECTOR and path and path != MODULE:\n"
         ),
         "a switched off hybrid manager ends after the weights are loaded": (
             "    if config.scheduler_config.disable_hybrid_kv_cache_manager is True",
             "    if False",
         ),
-        "what this package notes of others is taken from the user": (
-            "        if BESIDE_KEY in transfer.kv_connector_extra_config:\n",
-            "        if False:\n",
+        "what this package notes of others is taken from the user": never(
+            "        if BESIDE_KEY in transfer.kv_connector_extra_config:\n"
         ),
         "options of ours on a MultiConnector itself are not used, without a word": (
             "    if beside := [key for key in transfer.kv_connector_extra_config if",
@@ -75,9 +67,8 @@ MISTAKES = {
             "        if value or (value is not None and key == KEY_FILE_KEY):\n",
             "        if value:\n",
         ),
-        "an empty key file in LMCache's file leaves records unsealed": (
-            '        if is_own(name.removeprefix("extra_config.")):\n',
-            "        if False:\n",
+        "an empty key file in LMCache's file leaves records unsealed": never(
+            '        if is_own(name.removeprefix("extra_config.")):\n'
         ),
         "a quoted extra_config of the environment hides our options": (
             "        read = json.loads(_unquoted(value)) if",
@@ -137,13 +128,11 @@ MISTAKES = {
             " and config.remote_serde is None:\n",
             " and False:\n",
         ),
-        "an unknown eviction policy never opens": (
-            "    yield partial(_check_policy, config)\n",
-            "",
+        "an unknown eviction policy never opens": gone(
+            "    yield partial(_check_policy, config)\n"
         ),
-        "a location that is no backend stores nothing": (
-            "    yield partial(_check_locations, config)\n",
-            "",
+        "a location that is no backend stores nothing": gone(
+            "    yield partial(_check_locations, config)\n"
         ),
         "a location that is not asked ends the start": (
             "and not any(n in backends for n in config.retrieve_locations):\n",
@@ -161,27 +150,24 @@ MISTAKES = {
             "    except (OSError, KeyError):  # no file descriptor",
             "    except KeyError:  # no file descriptor",
         ),
-        "a pool larger than the machine ends without a store": (
-            "    if ranks * taken > whole:\n",
-            "    if False:\n",
+        "a pool larger than the machine ends without a store": never(
+            "    if ranks * taken > whole:\n"
         ),
         "the pool of one rank alone must fit the machine": (
             "    if ranks * taken > whole:",
             "    if taken > whole:",
         ),
-        "LMCache warns of our options in its file": ("    theirs.addFilter(is_not_ours)\n", ""),
+        "LMCache warns of our options in its file": gone("    theirs.addFilter(is_not_ours)\n"),
         "LMCache's warning of an unknown option is lost with ours": (
             "        return not (isinstance(unknown, tuple) and "
             "own_options.is_own(str(unknown[0])))\n",
             "        return not isinstance(unknown, tuple)\n",
         ),
-        "the user is blamed for what LMCache sets": (
-            "        config.save_unfull_chunk = False\n",
-            "        pass\n",
+        "the user is blamed for what LMCache sets": passes(
+            "        config.save_unfull_chunk = False\n"
         ),
-        "what is wrong beside a bad value is told at the next start": (
-            "        yield from _refused(as_lmcache_reads(sound))\n",
-            "        pass\n",
+        "what is wrong beside a bad value is told at the next start": passes(
+            "        yield from _refused(as_lmcache_reads(sound))\n"
         ),
         "a mistake of ours hides an option that is refused": (
             "    if others or len(sound) < len(values):\n",
@@ -207,18 +193,14 @@ MISTAKES = {
     },
     "lmcache_hybrid/storage/remote/redis.py": {
         "a Redis that refuses records is not named": (
-            "        self._url, self._shown = url, printable(without_password(url))\n",
-            '        self._url, self._shown = url, "Redis"\n',
+            "Refusals(printable(without_password(url)), self.cause)",
+            'Refusals("Redis", self.cause)',
         ),
     },
     "lmcache_hybrid/config/no_hits.py": {
-        "nobody learns that no prompt is long enough": (
-            "    if longest <= unit:\n",
-            "    if False:\n",
-        ),
-        "what is stored is looked for elsewhere, without a word": (
-            "    if written and read and written not in read:\n",
-            "    if False:\n",
+        "nobody learns that no prompt is long enough": never("    if longest <= unit:\n"),
+        "what is stored is looked for elsewhere, without a word": never(
+            "    if written and read and written not in read:\n"
         ),
         "a size of a disk that is not named is no word worth": (
             "    if not config.local_disk and (config",
@@ -228,16 +210,14 @@ MISTAKES = {
             '    elif role == "kv_consumer" and not lasting:\n',
             "    elif False:\n",
         ),
-        "hits that are never long enough are no word worth": (
-            "    if unit and config.min_retrieve_tokens >= longest:\n",
-            "    if False:\n",
+        "hits that are never long enough are no word worth": never(
+            "    if unit and config.min_retrieve_tokens >= longest:\n"
         ),
-        "a priority limit that stores few requests is no word worth": (
-            "    if config.priority_limit is not None and config.priority_limit < 0:\n",
-            "    if False:\n",
+        "a priority limit that stores few requests is no word worth": never(
+            "    if config.priority_limit is not None and config.priority_limit < 0:\n"
         ),
     },
-    "lmcache_hybrid/config/values.py": {
+    "lmcache_hybrid/config/lmcache_values.py": {
         "yes counts as false": (
             "        said = isinstance(value, bool) or text in _TRUE or",
             "        said = True or",
@@ -262,17 +242,15 @@ MISTAKES = {
             "        if kind is float or _is_whole(value):\n",
             "        if kind is float or number.is_integer():\n",
         ),
-        "an empty remote_url turns LMCache off without a word": (
-            '        if no_number or (value == "" and definition["type"] is not bool):\n',
-            "        if False:\n",
+        "an empty remote_url turns LMCache off without a word": never(
+            '        if no_number or (value == "" and definition["type"] is not bool):\n'
         ),
         "minutes are read as millions": (
             "fullmatch(str(value)) if unit in (GIGABYTES, TOKENS) else None\n",
             "fullmatch(str(value))\n",
         ),
-        "an extra_config that is no table ends in an error of LMCache's": (
-            '        if option != "extra_config" or isinstance(read, dict | None):\n',
-            "        if True:\n",
+        "an extra_config that is no table ends in an error of LMCache's": always(
+            '        if option != "extra_config" or isinstance(read, dict | None):\n'
         ),
         "options without their prefix are ignored without a word": (
             "        if option in definitions:\n            yield key, option\n",
@@ -282,9 +260,8 @@ MISTAKES = {
             "            near = difflib.get_close_matches(meant, known, 1, 0.86)\n",
             "            near = []\n",
         ),
-        "a folder is called ~": (
-            '    if option == "local_disk" and _EXPANDED.search(str(value)):\n',
-            "    if False:\n",
+        "a folder is called ~": never(
+            '    if option == "local_disk" and _EXPANDED.search(str(value)):\n'
         ),
     },
     "lmcache_hybrid/config/lmcache_file.py": {
@@ -302,9 +279,8 @@ MISTAKES = {
             "        except OSError:  # a file system without locks\n",
             "        except ZeroDivisionError:  # a file system without locks\n",
         ),
-        "an engine takes the lookups of another one with its engine_id": (
-            "            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
-            "            pass\n",
+        "an engine takes the lookups of another one with its engine_id": passes(
+            "            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
         ),
         "an engine gives back the address that another one holds": (
             "        if _lies_at(path, held):\n            os.unlink",
@@ -312,9 +288,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/core/threads.py": {
-        "a child of the user's script closes the engine's stores": (
-            "        if os.getpid() == process:\n",
-            "        if True:\n",
+        "a child of the user's script closes the engine's stores": always(
+            "        if os.getpid() == process:\n"
         ),
     },
     "lmcache_hybrid/tools/cli/terminal.py": {
@@ -335,9 +310,8 @@ MISTAKES = {
             "floor",
         ),
         "a hit that is too short to load is stored again": ("floor + (least - 1) // size", "0"),
-        "who must not read claims what it does not load": (
-            "        claims=not request.skip_reading_prefix_cache,\n",
-            "",
+        "who must not read claims what it does not load": gone(
+            "        claims=not request.skip_reading_prefix_cache,\n"
         ),
     },
     "lmcache_hybrid/scheduler/tracker.py": {
@@ -376,9 +350,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/scheduler/drops.py": {
-        "a drop that can never be done is begun": (
-            "            self._refuse(drop, NEVER_WAITS)\n            return False\n",
-            "            pass\n",
+        "a drop that can never be done is begun": passes(
+            "            self._refuse(drop, NEVER_WAITS)\n            return False\n"
         ),
     },
     "lmcache_hybrid/scheduler/shared_prefills.py": {
@@ -388,9 +361,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/connector.py": {
-        "another engine's KV cache takes the place of the one that is served": (
-            "        if self._registered:\n",
-            "        if False:\n",
+        "another engine's KV cache takes the place of the one that is served": never(
+            "        if self._registered:\n"
         ),
     },
     "lmcache_hybrid/scheduler/request_configs.py": {
@@ -406,9 +378,8 @@ MISTAKES = {
             "        if type(value) is int:\n",
             "        if isinstance(value, int):\n",
         ),
-        "a request whose tag is none shares with those that have no tags": (
-            "                    tags = None\n",
-            "                    pass\n",
+        "a request whose tag is none shares with those that have no tags": passes(
+            "                    tags = None\n"
         ),
         "each wrong name of a client is in the log": (
             "        if name in warned or len(warned) > MOST_NAMES:\n",
@@ -418,9 +389,8 @@ MISTAKES = {
             "            else:\n                self._tell_unknown(name)\n",
             "            else:\n                pass\n",
         ),
-        "a setting of LMCache's other connector is ignored without a word": (
-            '                if self._is_first("unserved", name):\n',
-            "                if False:\n",
+        "a setting of LMCache's other connector is ignored without a word": never(
+            '                if self._is_first("unserved", name):\n'
         ),
     },
     "lmcache_hybrid/metrics.py": {
@@ -451,9 +421,8 @@ MISTAKES = {
             ' if not any(f" {name}=" in each for name in left)]',
             "]",
         ),
-        "a store that cannot be read counts as one that is not named": (
-            '    if any(name in left for name in (*STORES, "extra_config")):\n',
-            "    if False:\n",
+        "a store that cannot be read counts as one that is not named": never(
+            '    if any(name in left for name in (*STORES, "extra_config")):\n'
         ),
         "an option without its prefix counts as not written": (
             "    left = {option for _, option in unprefixed(extra)}\n",
@@ -465,30 +434,26 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/doctor/options.py": {
-        "the doctor tells what else is refused at its second run": (
-            "        yield from _beside_others(context)\n",
-            "",
+        "the doctor tells what else is refused at its second run": gone(
+            "        yield from _beside_others(context)\n"
         ),
         "the doctor says nothing of options that do nothing": (
-            '        for sentence in said:\n            yield warning("options", sentence)\n',
-            "",
+            "(*remarks(own, environment), *chain(*moot), *misspelt(environment)):\n",
+            "():\n",
         ),
     },
     "lmcache_hybrid/config/container.py": {
-        "what a container may use is not looked at": (
-            "                found.append(float(text))\n",
-            "                pass\n",
+        "what a container may use is not looked at": passes(
+            "                found.append(float(text))\n"
         ),
     },
     "vllm_patch/loaders.py": {
-        "options are refused only after the weights are loaded": (
+        "options are refused only after the weights are loaded": gone(
             "    if model_config is vllm_config.model_config:\n"
-            "        _check_settings(vllm_config)\n",
-            "",
+            "        _check_settings(vllm_config)\n"
         ),
-        "options of a model that is not hybrid are refused": (
-            "    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:\n",
-            "    if False:\n",
+        "options of a model that is not hybrid are refused": never(
+            "    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:\n"
         ),
         "options beside other connectors are refused only after the weights are loaded": (
             "    if transfer.kv_connector != CONNECTOR:  # it reads",

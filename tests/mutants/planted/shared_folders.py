@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a connector to folders does where others write, where disks fail and file servers hang."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/remote/fs.py": {
-        "a connector to folders that cannot start all threads leaves some": (
-            "            stack.callback(self._writers.close)\n",
-            "",
+        "a connector to folders that cannot start all threads leaves some": gone(
+            "            stack.callback(self._writers.close)\n"
         ),
         "a planted name fails a write at once": (
             "            for left in reversed(range(TRIES)):\n",
@@ -29,18 +28,14 @@ MISTAKES = {
             '        """Note progress of a call."""\n        self._moved = time.monotonic()\n',
             '        """Note progress of a call."""\n',
         ),
-        "a failed write of a file is not counted": (
-            "                self.failed(1)\n",
-            "                pass\n",
-        ),
+        "a failed write of a file is not counted": passes("                self.failed(1)\n"),
         "a failed write of a file keeps its buffer": (
             "            memory.ref_count_down()\n            if job.cancelled()",
             "            job.cancelled() or memory.ref_count_down()\n"
             "            if job.cancelled()",
         ),
-        "a late read of a file loses its memory": (
-            "            job.add_done_callback(_release)\n",
-            "            pass\n",
+        "a late read of a file loses its memory": passes(
+            "            job.add_done_callback(release_unread)\n"
         ),
         "records are promised while no read ends": (
             "        if self._reading.stuck(self._seconds):\n",
@@ -50,13 +45,9 @@ MISTAKES = {
             "        if self._asking.stuck(self._seconds):\n",
             "        if self._asking.stuck(1 << 30):\n",
         ),
-        "a load that is late reads a whole file": (
-            "            part.got(size)\n",
-            "            pass\n",
-        ),
-        "closing forgets queued writes to a folder": (
-            "            await asyncio.wait(writes, timeout=FLUSH_SECONDS)\n",
-            "            pass\n",
+        "a load that is late reads a whole file": passes("            part.got(size)\n"),
+        "closing forgets queued writes to a folder": passes(
+            "            await asyncio.wait(writes, timeout=FLUSH_SECONDS)\n"
         ),
     },
     "lmcache_hybrid/storage/folder/record_io.py": {

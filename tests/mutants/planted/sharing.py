@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that wait for a prefix which another one is computing."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/scheduler/shared_prefills.py": {
@@ -23,8 +23,8 @@ MISTAKES = {
             "            if boundary <= start or",
         ),
         "a request waits for a boundary from which it may not start": (
-            "leader.checkpoints.barred | follower.checkpoints.barred",
-            "leader.checkpoints.barred",
+            "leader.step_ends.barred | follower.step_ends.barred",
+            "leader.step_ends.barred",
         ),
         "a request waits for what others compute behind it": (
             "not start <= computed < boundary:",
@@ -46,17 +46,16 @@ MISTAKES = {
             "not start <= computed < boundary:",
             "not start <= computed:",
         ),
-        "a request waits for one that has started over": (
-            "                wait.over = True\n",
-            "                pass\n",
+        "a request waits for one that has started over": passes(
+            "                wait.over = True\n"
         ),
         "any number of requests wait": (" or len(self._waits) >= WAITERS:\n", ":\n"),
         "a leader ends a step for each that waits": (
-            "        return max(set(near) - follower.checkpoints.barred, default=boundary)\n",
+            "        return max(set(near) - follower.step_ends.barred, default=boundary)\n",
             "        return boundary\n",
         ),
         "a request waits at another one's boundary from which it may not start": (
-            "max(set(near) - follower.checkpoints.barred, default",
+            "max(set(near) - follower.step_ends.barred, default",
             "max(near, default",
         ),
         "who does not start behind another one counts all the same": (
@@ -83,19 +82,17 @@ MISTAKES = {
             "        share_prefills=own[SHARE_KEY] and alone,\n",
             "        share_prefills=own[SHARE_KEY],\n",
         ),
-        "prefills that are to be shared are not, without a word": (
-            "    if asked and not options.alone:\n",
-            "    if False:\n",
+        "prefills that are to be shared are not, without a word": never(
+            "    if asked and not options.alone:\n"
         ),
     },
-    "lmcache_hybrid/scheduler/checkpoints.py": {
+    "lmcache_hybrid/scheduler/step_ends.py": {
         "a leader ends no step where others wait": (
             "        wanted += (meeting for meeting in self.meetings if computed",
             "        wanted += (meeting for meeting in () if computed",
         ),
-        "where others waited before a preemption a step still ends": (
-            "        self.meetings.clear()\n",
-            "",
+        "where others waited before a preemption a step still ends": gone(
+            "        self.meetings.clear()\n"
         ),
     },
     "lmcache_hybrid/scheduler/admission.py": {

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a load that takes too long is given up."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, gone, never
 
 MISTAKES = {
-    "lmcache_hybrid/core/pace.py": {
+    "lmcache_hybrid/core/late_loads.py": {
         "a load goes on after its deadline": (
             "        if self._deadline == math.inf:\n            return False\n",
             "        if self._deadline > 0:\n            return False\n",
@@ -40,17 +40,15 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/remote/redis.py": {
-        "a server that sends nothing counts as one that has sent all": (
-            "            part.report(time.monotonic() - begun)\n",
-            "",
+        "a server that sends nothing counts as one that has sent all": gone(
+            "            part.report(time.monotonic() - begun)\n"
         ),
         "nobody knows how long a read took to connect": (
             "            part.report(time.monotonic() - begun)\n",
             "            part.report()\n",
         ),
-        "a read that was given up counts as one of a broken store": (
-            "            if not part.pace.late or not (taken or reserve(1)):\n",
-            "            if True:\n",
+        "a read that was given up counts as one of a broken store": always(
+            "            if not part.pace.late or not (taken or reserve(1)):\n"
         ),
         "a read that was given up before its first byte counts as one of a broken store": (
             "not (taken or reserve(1)):\n",
@@ -62,7 +60,7 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/remote/sockets.py": {
-        "bytes count once their record is whole": ("        got(received)\n", ""),
+        "bytes count once their record is whole": gone("        got(received)\n"),
     },
     "lmcache_hybrid/storage/remote/reader.py": {
         "a read begins although its load was given up": (
@@ -81,10 +79,7 @@ MISTAKES = {
             "return_when=FIRST_COMPLETED",
             "return_when='ALL_COMPLETED'",
         ),
-        "reads go on after one that failed": (
-            "            if len(running) == READERS:\n",
-            "            if False:\n",
-        ),
+        "reads go on after one that failed": never("            if len(running) == READERS:\n"),
     },
     "lmcache_hybrid/worker/loads.py": {
         "a load that was given up counts as one that failed": (
@@ -93,12 +88,11 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/worker/worker.py": {
-        "after new weights loads count as slow": (
-            "        self.loads.failed = dict.fromkeys(results.finished_recving)\n",
-            "",
+        "after new weights loads count as slow": gone(
+            "        self.loads.failed = dict.fromkeys(results.finished_recving)\n"
         ),
     },
-    "lmcache_hybrid/protocol/slow_loads.py": {
+    "lmcache_hybrid/protocol/failed_loads.py": {
         "a load that failed on one rank counts as slow": (
             "None if mine is None or seconds is None else max(mine, seconds)",
             "max(mine or 0.0, seconds or 0.0)",

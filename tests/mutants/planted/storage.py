@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory to read into, and remote stores."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/remote/record_connector.py": {
@@ -9,9 +9,8 @@ MISTAKES = {
             "self.meta_shapes, self.meta_dtypes = [record_shape(CHECKED_BYTES)], [torch.uint8]",
             "self.meta_shapes = [record_shape(CHECKED_BYTES)]",
         ),
-        "the end of an engine logs a traceback for each write that it cuts off": (
-            "    end.add_done_callback(lambda end: end.cancelled() or end.exception())\n",
-            "",
+        "the end of an engine logs a traceback for each write that it cuts off": gone(
+            "    end.add_done_callback(lambda end: end.cancelled() or end.exception())\n"
         ),
     },
     "lmcache_hybrid/storage/tiers/__init__.py": {
@@ -21,19 +20,16 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/tiers/remote.py": {
-        "what LMCache's health check writes stays in the store": (
-            "        self._remove_what_checks_leave()\n",
-            "",
+        "what LMCache's health check writes stays in the store": gone(
+            "        self._remove_what_checks_leave()\n"
         ),
-        "damaged records stay in Redis": (
-            "        self._connector.delete(key, REMOVAL_SECONDS)\n",
-            "        pass\n",
+        "damaged records stay in Redis": passes(
+            "        self._connector.delete(key, REMOVAL_SECONDS)\n"
         ),
     },
     "lmcache_hybrid/storage/remote/redis.py": {
-        "a connector to Redis that cannot start all threads leaves some": (
-            "            stack.callback(self._readers.shutdown)\n",
-            "",
+        "a connector to Redis that cannot start all threads leaves some": gone(
+            "            stack.callback(self._readers.shutdown)\n"
         ),
         "values are read on the core that vLLM computes on": (
             "        unbound = anywhere(cores())\n",
@@ -43,18 +39,14 @@ MISTAKES = {
             "_encoded(name), value, deadline)",
             "_encoded(name), memoryview(bytes(value)), deadline)",
         ),
-        "a cancelled read from Redis loses its memory": (
-            "            job.add_done_callback(_release)\n",
-            "",
+        "a cancelled read from Redis loses its memory": gone(
+            "            job.add_done_callback(release_unread)\n"
         ),
         "memory is given back while it is sent": (
             "        memory.ref_count_up()\n",
             "        memory.ref_count_up()\n        memory.ref_count_down()\n",
         ),
-        "failed writes to Redis are not counted": (
-            "                self.failed(1)\n",
-            "                pass\n",
-        ),
+        "failed writes to Redis are not counted": passes("                self.failed(1)\n"),
         "a thread to Redis is started when there is work for it": (
             '            self._writers = started(WRITERS, "hybrid-redis-write", unbound)\n',
             "            from concurrent.futures import ThreadPoolExecutor as lazy\n\n"
@@ -94,21 +86,19 @@ MISTAKES = {
             "            _checked(answer)\n            return",
             "            [_checked(each) for each in (*held, answer)]\n            return",
         ),
-        "the end of an engine destroys calls that still wait for Redis": (
-            "            await asyncio.wait(self._calls, timeout=END_SECONDS)\n",
-            "            pass\n",
+        "the end of an engine destroys calls that still wait for Redis": passes(
+            "            await asyncio.wait(self._calls, timeout=END_SECONDS)\n"
         ),
-        "a Redis that refuses every record says nothing": (
-            "            self._say_refused(error, redis_failures.cause_of_failure(self._url, "
-            "error))\n",
-            "",
+        "a Redis that refuses every record says nothing": gone(
+            "            self._refusals.say(error, self.cause(error))\n"
         ),
-        "each record that Redis refuses is a line of the log": (
-            "            self._refusals.add(kind)\n",
-            "",
+    },
+    "lmcache_hybrid/storage/remote/refusals.py": {
+        "each record that Redis refuses is a line of the log": gone(
+            "            self._kinds.add(kind)\n"
         ),
         "each failed lookup asks Redis why": (
-            "            if self._closed or now < self._asks_cause_at:\n",
+            "            if self._closed or now < self._asks_at:\n",
             "            if self._closed:\n",
         ),
     },
@@ -127,9 +117,8 @@ MISTAKES = {
             "    for option, folders in shared_folders(config):\n",
             "    for option, folders in shared_folders(config)[:1 if config.remote_url else 0]:\n",
         ),
-        "an eviction policy of extra config is taken for a default": (
-            '        getattr(config, "_user_set_keys", set()).add(field)\n',
-            "",
+        "an eviction policy of extra config is taken for a default": gone(
+            '        getattr(config, "_user_set_keys", set()).add(field)\n'
         ),
     },
     "lmcache_hybrid/storage/remote/servers.py": {
@@ -141,9 +130,8 @@ MISTAKES = {
             "            if self._asking is None or self._asking.done():\n",
             "            if self._asking is None or self._asking:\n",
         ),
-        "a cluster that answers after the end stays connected": (
-            "        client.close()  # while the nodes were asked\n",
-            "",
+        "a cluster that answers after the end stays connected": gone(
+            "        client.close()  # while the nodes were asked\n"
         ),
         "a shutdown waits for a silent cluster": (
             "        self._asker.shutdown(wait=False, cancel_futures=True)\n",
@@ -157,9 +145,8 @@ MISTAKES = {
             "    return pool.connection_class(**pool.connection_kwargs)\n",
             "    return pool.make_connection()\n",
         ),
-        "slots that have moved are looked for where they were": (
-            "                client.nodes_manager.initialize()\n",
-            "                pass\n",
+        "slots that have moved are looked for where they were": passes(
+            "                client.nodes_manager.initialize()\n"
         ),
         "a connection in the middle of a value is used for the next one": (
             "            connection.disconnect()\n            if",
@@ -169,9 +156,8 @@ MISTAKES = {
             "                self._forget()\n            raise\n",
             "                pass\n            raise\n",
         ),
-        "a shutdown waits for a silent Redis": (
-            "                connection._sock.shutdown(socket.SHUT_RDWR)\n",
-            "                pass\n",
+        "a shutdown waits for a silent Redis": passes(
+            "                connection._sock.shutdown(socket.SHUT_RDWR)\n"
         ),
     },
     "lmcache_hybrid/storage/key_names.py": {
@@ -196,9 +182,8 @@ MISTAKES = {
             "        if read and claim.made > self._cleared:",
             "        if read:",
         ),
-        "what RAM and disk held already is not counted as saved again": (
-            "            self._count_held(keys, memories, location)\n",
-            "",
+        "what RAM and disk held already is not counted as saved again": gone(
+            "            self._count_held(keys, memories, location)\n"
         ),
         "what a backend did not hold counts as saved again": (
             "for memory, is_held in held if is_held)",
@@ -214,9 +199,8 @@ MISTAKES = {
             "newest_last = (key for key in older if key not in self._newest)",
             "newest_last = older",
         ),
-        "a chunk's end outlives the pages of all prompts": (
-            "                self._once.move_to_end(key, last=False)\n",
-            "",
+        "a chunk's end outlives the pages of all prompts": gone(
+            "                self._once.move_to_end(key, last=False)\n"
         ),
         "a prefix that two requests computed counts as seen once": (
             " or self._once.get(key, owner) != owner]",
@@ -234,13 +218,11 @@ MISTAKES = {
             "for key in keys if len(known) >= KNOWN * len(keys) else known:",
             "for key in known:",
         ),
-        "new prompts never get more room": (
-            "            self._share += max(1.0, main / once)\n",
-            "",
+        "new prompts never get more room": gone(
+            "            self._share += max(1.0, main / once)\n"
         ),
-        "new prompts never give room back": (
-            "            self._share -= max(1.0, once / main)\n",
-            "",
+        "new prompts never give room back": gone(
+            "            self._share -= max(1.0, once / main)\n"
         ),
         "an eviction policy that somebody chose is replaced": (
             " and not chosen else policy",
@@ -277,17 +259,14 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/worker/worker.py": {
-        "threads of reads outlive their engine": ("        self.store.close()\n", ""),
+        "threads of reads outlive their engine": gone("        self.store.close()\n"),
     },
     "lmcache_hybrid/config/folders.py": {
         "of ranks that make a folder at once one is refused": (
             "        with contextlib.suppress(FileExistsError):\n",
             "        with contextlib.suppress(FileNotFoundError):\n",
         ),
-        "a folder of another user is taken": (
-            "        if status.st_uid != trusted:\n",
-            "        if False:\n",
-        ),
+        "a folder of another user is taken": never("        if status.st_uid != trusted:\n"),
     },
     "lmcache_hybrid/storage/remote/make_connector.py": {
         "LMCache's own connector serves Redis": ("    if place is None:\n", "    if place:\n"),
@@ -329,9 +308,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/remote/redis_failures.py": {
-        "what a server in protected mode says is lost": (
-            '    if words.startswith("DENIED"):\n',
-            "    if False:\n",
+        "what a server in protected mode says is lost": never(
+            '    if words.startswith("DENIED"):\n'
         ),
         "TLS to a server without it only times out": (
             '    tls = scheme == "rediss" or (',
@@ -353,9 +331,8 @@ MISTAKES = {
             " and isinstance(error, MasterNotFoundError):",
             " and False:",
         ),
-        "a sentinel that asks for a password is not told of": (
-            '    if words.startswith(("DENIED", *_NO_LOGIN)):\n',
-            "    if False:\n",
+        "a sentinel that asks for a password is not told of": never(
+            '    if words.startswith(("DENIED", *_NO_LOGIN)):\n'
         ),
         "a service that sentinels do not know is not told of": (
             "    if not masters:\n",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``inspect``, ``verify`` and ``purge`` say, and what ``purge`` deletes."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/tools/sizing/sharing.py": {
@@ -37,7 +37,7 @@ MISTAKES = {
         ),
         "a record in Redis takes two keys": ("REDIS_KEYS_BYTES = 160", "REDIS_KEYS_BYTES = 336"),
     },
-    "lmcache_hybrid/core/prefill.py": {
+    "lmcache_hybrid/core/expected_states.py": {
         "plan knows no chunk where a step is shorter than a block": (
             "max(1, step_tokens // block_size) * block_size",
             "step_tokens // block_size * block_size",
@@ -54,9 +54,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/sizing/plan.py": {
-        "plan writes no checkpoints of the user's": (
-            "    if work.checkpoint != CHUNK_ENDS:\n",
-            "    if False:\n",
+        "plan writes no checkpoints of the user's": never(
+            "    if work.checkpoint != CHUNK_ENDS:\n"
         ),
     },
     "lmcache_hybrid/tools/cli/plan.py": {
@@ -64,15 +63,12 @@ MISTAKES = {
             "        if value != default\n",
             "        if value != value\n",
         ),
-        "plan is silent about copies of KV heads": ("    if copies > 1:\n", "    if False:\n"),
+        "plan is silent about copies of KV heads": never("    if copies > 1:\n"),
         "plan's tables are wider than a terminal": (
             "        padding=(0, 1, 0, 0),\n",
             "        padding=(0, 9, 0, 0),\n",
         ),
-        "plan keeps to itself with which unit a short prompt hits": (
-            "        if units:\n",
-            "        if False:\n",
-        ),
+        "plan keeps to itself with which unit a short prompt hits": never("        if units:\n"),
         "plan's list is never JSON": (
             "    if as_json:\n        print(json.dumps(catalogue.figures",
             "    if False:\n        print(json.dumps(catalogue.figures",
@@ -88,7 +84,7 @@ MISTAKES = {
     },
     "lmcache_hybrid/tools/sizing/catalogue.py": {
         "nobody says which model was meant": ("n=1, cutoff=0.8", "n=1, cutoff=1.0"),
-        "nobody says how a model's name goes on": ("    if begun:\n", "    if False:\n"),
+        "nobody says how a model's name goes on": never("    if begun:\n"),
     },
     "lmcache_hybrid/tools/cli/inspect.py": {
         "a store without records is verified": (
@@ -158,9 +154,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/flags.py": {
-        "without a network vLLM's default model is looked for": (
-            "    if model is not None:\n        vars(parsed).update(model=model)\n",
-            "",
+        "without a network vLLM's default model is looked for": gone(
+            "    if model is not None:\n        vars(parsed).update(model=model)\n"
         ),
     },
     "lmcache_hybrid/config/tiers.py": {
@@ -170,9 +165,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/doctor/capacity.py": {
-        "the doctor gives each rank the whole of a shared store": (
-            "    taken *= model.ranks if tier.shared else 1\n",
-            "",
+        "the doctor gives each rank the whole of a shared store": gone(
+            "    taken *= model.ranks if tier.shared else 1\n"
         ),
         "the doctor says nothing of a folder without a limit": (
             '    return warning("disk space", f"{message}, and nothing is ever deleted '
@@ -201,9 +195,8 @@ MISTAKES = {
             "        if folder not in self._made and not os.path.lexists(path):\n",
             "        if not path:\n",
         ),
-        "the doctor leaves its temporary folders behind": (
-            "            shutil.rmtree(temporary, ignore_errors=True)\n",
-            "            pass\n",
+        "the doctor leaves its temporary folders behind": passes(
+            "            shutil.rmtree(temporary, ignore_errors=True)\n"
         ),
         "the doctor says nothing of another user's folder": (
             "    if owner in (me, trusted) or (owner == 0 and",
@@ -229,13 +222,11 @@ MISTAKES = {
             '("SET", "x", "XX"), ("DEL",))',
             '("SET", "x"),)',
         ),
-        "the doctor takes a Redis that misses its replicas for one of too little room": (
-            '    if str(failure).startswith("NOREPLICAS"):\n',
-            "    if False:\n",
+        "the doctor takes a Redis that misses its replicas for one of too little room": never(
+            '    if str(failure).startswith("NOREPLICAS"):\n'
         ),
-        "the doctor takes a cluster that is down for one of too little room": (
-            "    if isinstance(failure, ClusterDownError):\n",
-            "    if False:\n",
+        "the doctor takes a cluster that is down for one of too little room": never(
+            "    if isinstance(failure, ClusterDownError):\n"
         ),
     },
     "lmcache_hybrid/tools/accept/tiers.py": {
@@ -256,10 +247,7 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/bench/run.py": {
-        "bench asks both servers with the connector": (
-            "        if name == TRANSFER_FLAG:\n",
-            "        if False:\n",
-        ),
+        "bench asks both servers with the connector": never("        if name == TRANSFER_FLAG:\n"),
         "bench asks prompts that the model does not take": (
             "    if tokens + load.output_tokens > longest:\n",
             "    if tokens > longest:\n",

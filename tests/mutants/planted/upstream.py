@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the plugin gets into vLLM, and what it relies on there."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, passes
 
 CONNECTOR = "vllm_patch/connector.py"
 
 MISTAKES = {
     "vllm_patch/configuration.py": {
-        "a draft model's configuration is settled as an engine's": (
-            "    if _is_drafters(config):\n        return\n",
-            "",
+        "a draft model's configuration is settled as an engine's": gone(
+            "    if _is_drafters(config):\n        return\n"
         ),
         "n-gram drafts make the model's own configuration a drafter's": (
             "    if speculative is None or speculative.target_model_config is model:\n",
@@ -33,23 +32,20 @@ MISTAKES = {
             "    except Exception as error:\n        logging",
             "    except ImportError as error:\n        logging",
         ),
-        "a release that changed what is patched is patched": (
-            " or versions.changed(signatures.AT_START)",
-            "",
+        "a release that changed what is patched is patched": gone(
+            " or versions.changed(signatures.AT_START)"
         ),
         "every process of vLLM imports LMCache and what only workers need": (
             "versions.changed(signatures.AT_START)",
             "versions.changed()",
         ),
-        "dense models do not find LMCache's adapter where it moved": (
-            "        lmcache_home.install()\n",
-            "        pass\n",
+        "dense models do not find LMCache's adapter where it moved": passes(
+            "        lmcache_home.install()\n"
         ),
     },
     "vllm_patch/connector.py": {
-        "the patched class stays where the factory does not find it": (
-            "        upstream.LMCacheConnectorV1 = UpstreamConnector\n",
-            "",
+        "the patched class stays where the factory does not find it": gone(
+            "        upstream.LMCacheConnectorV1 = UpstreamConnector\n"
         ),
         "a release of LMCache that changed what is called serves hybrid models": (
             "if (problem := versions.changed()) is not None:",
@@ -65,7 +61,7 @@ MISTAKES = {
             "    fix = new > old and ",
             "    fix = new.release >= old.release and ",
         ),
-        "a development snapshot counts as a release": (" and not new.is_devrelease", ""),
+        "a development snapshot counts as a release": gone(" and not new.is_devrelease"),
         "a pair counts as tested when each of its halves was, with another": (
             " if all(_fits(pair, here))), None)",
             " if any(_fits(pair, here))), None)",
@@ -96,17 +92,15 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/upstream/signatures.py": {
-        "a parameter that a release wants in addition is not noticed": (
-            " and set(needed) <= set(takes)",
-            "",
+        "a parameter that a release wants in addition is not noticed": gone(
+            " and set(needed) <= set(takes)"
         ),
         "parameters in another order are not noticed": (
             "tuple(found[: len(takes)]) == takes",
             "set(takes) <= set(found)",
         ),
-        "a replaced method is not looked up in untested releases": (
-            "        Scheduler._preempt_request(request, timestamp)\n",
-            "",
+        "a replaced method is not looked up in untested releases": gone(
+            "        Scheduler._preempt_request(request, timestamp)\n"
         ),
     },
     "lmcache_hybrid/upstream/lmcache_home.py": {
@@ -122,9 +116,8 @@ MISTAKES = {
             "for home in (NEW, OLD):",
             "for home in (OLD, NEW):",
         ),
-        "a module that was found by its old name forgets its own": (
-            '        vars(module)["__spec__"] = self._spec\n',
-            "        pass\n",
+        "a module that was found by its old name forgets its own": passes(
+            '        vars(module)["__spec__"] = self._spec\n'
         ),
     },
     "lmcache_hybrid/tools/standalone.py": {
@@ -170,9 +163,8 @@ MISTAKES = {
             "    partial_hits.copy_whole_pages()",
             "    partial_hits",
         ),
-        "the V1 runner keeps where a session's last part had its state": (
-            "    sessions.forget_columns_of_parts()\n",
-            "",
+        "the V1 runner keeps where a session's last part had its state": gone(
+            "    sessions.forget_columns_of_parts()\n"
         ),
     },
     "vllm_patch/sessions.py": {
@@ -180,15 +172,14 @@ MISTAKES = {
             "    start_parts_over()\n    drop",
             "    drop",
         ),
-        "drafts for a part that has ended count as the next part's": (
-            "    session.spec_token_ids, session.is_prefill_chunk = [], True\n",
-            "",
+        "drafts for a part that has ended count as the next part's": gone(
+            "    session.spec_token_ids, session.is_prefill_chunk = [], True\n"
         ),
         "a session's part ends while it is preempted": (
             "start_parts_over()\n    drop_output_of_preempted_sessions()\n",
             "start_parts_over()\n",
         ),
-        "a part that starts over counts as preempted": ("    session.num_preemptions = 0\n", ""),
+        "a part that starts over counts as preempted": gone("    session.num_preemptions = 0\n"),
     },
     "lmcache_hybrid/scheduler/scheduler.py": {
         "a session's later parts are stored as far as its first prompt goes": (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defects of what warns that nothing is stored or hit."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import each_of, gone, passes
 
 MISTAKES = {
     "lmcache_hybrid/scheduler/store_watch.py": {
@@ -17,21 +17,17 @@ MISTAKES = {
             "        if not self._options.save or",
             "        if",
         ),
-        "requests that end early count as not stored": (
-            " or request.num_computed_tokens < request.num_prompt_tokens",
-            "",
+        "requests that end early count as not stored": gone(
+            " or request.num_computed_tokens < request.num_prompt_tokens"
         ),
-        "saves that are reported after a burst has ended come too late": (
-            "seconds < SETTLE_SECONDS or ",
-            "",
+        "saves that are reported after a burst has ended come too late": gone(
+            "seconds < SETTLE_SECONDS or "
         ),
-        "a warning is said again with every ten prompts": (
-            "        if now < spell.silent_until:\n            return False\n",
-            "",
+        "a warning is said again with every ten prompts": gone(
+            "        if now < spell.silent_until:\n            return False\n"
         ),
-        "what every backend failed to write counts as stored": (
-            " and (self.in_ram or not failed)",
-            "",
+        "what every backend failed to write counts as stored": gone(
+            " and (self.in_ram or not failed)"
         ),
         "a failed write to a disk below RAM counts as not stored": (
             "(self.in_ram or not failed)",
@@ -55,9 +51,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/connector.py": {
-        "what ranks count does not reach the watch": (
-            "                self.scheduler.store_watch.reported(counts)\n",
-            "                pass\n",
+        "what ranks count does not reach the watch": passes(
+            "                self.scheduler.store_watch.reported(counts)\n"
         ),
     },
     "lmcache_hybrid/scheduler/scheduler.py": {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which weights a model has got."""
 
-from tests.mutants.defect import each_of
+from tests.mutants.defect import always, each_of, gone, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/weights_guard.py": {
@@ -17,32 +17,24 @@ MISTAKES = {
             "        if changes != self._seen and self._unused:\n",
             "        if changes != self._seen:\n",
         ),
-        "a lookup hits what other weights have stored": (
-            "        if self._guard.stands():\n",
-            "        if True:\n",
+        "a lookup hits what other weights have stored": always(
+            "        if self._guard.stands():\n"
         ),
     },
     "vllm_patch/loaders.py": {
-        "weights are written into the running model and nobody counts it": (
-            "        model.load_weights = _changing(model.load_weights)\n",
-            "        pass\n",
+        "weights are written into the running model and nobody counts it": passes(
+            "        model.load_weights = _changing(model.load_weights)\n"
         ),
-        "weights that a trainer sends straight into parameters are not counted": (
-            "    Worker.update_weights = _changing(Worker.update_weights)\n",
-            "",
+        "weights that a trainer sends straight into parameters are not counted": gone(
+            "    Worker.update_weights = _changing(Worker.update_weights)\n"
         ),
-        "weights that are written when an update ends are not counted": (
-            "    Worker.finish_weight_update = _changing(Worker.finish_weight_update)\n",
-            "",
+        "weights that are written when an update ends are not counted": gone(
+            "    Worker.finish_weight_update = _changing(Worker.finish_weight_update)\n"
         ),
-        "a load that shows nothing keeps the identity of the one before": (
-            "    LOADED.note(model_config, None)\n",
-            "",
+        "a load that shows nothing keeps the identity of the one before": gone(
+            "    LOADED.note(model_config, None)\n"
         ),
-        "a reload in place changes the identity": (
-            "        del loader.load_weights\n",
-            "        pass\n",
-        ),
+        "a reload in place changes the identity": passes("        del loader.load_weights\n"),
         "a loader that fills a model by itself leaves no note": (
             '_WHOLE = ("TensorizerLoader", "IpcModelLoader")',
             '_WHOLE = ("IpcModelLoader",)',
@@ -72,9 +64,8 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/worker/worker.py": {
-        "a load of what other weights have stored succeeds": (
-            "        results.failed_recving.update(results.finished_recving)\n",
-            "",
+        "a load of what other weights have stored succeeds": gone(
+            "        results.failed_recving.update(results.finished_recving)\n"
         ),
     },
     "lmcache_hybrid/identity/weights.py": {
@@ -98,9 +89,8 @@ MISTAKES = {
             "if name not in parameters and isinstance(tensor, torch.Tensor):",
             "if name in parameters:",
         ),
-        "a weight that cannot be read is left out of the identity": (
-            "        if self._problem is not None:\n            return None\n",
-            "",
+        "a weight that cannot be read is left out of the identity": gone(
+            "        if self._problem is not None:\n            return None\n"
         ),
         "an identity is found by the number of an object that is gone": (
             "if loaded is not None and loaded.owner() is model_config else None",

@@ -52,6 +52,17 @@ def test_the_test_record_evicts_nothing(context, tmp_path):
     assert list(disk.iterdir()) == [theirs]
 
 
+def test_options_with_which_lmcache_opens_no_store_are_told(context):
+    """LMCache says so with a ValueError; it is no fault of the check."""
+    left = {"device_path": "/dev/null", "use_odirect": True, "block_align": 4000}
+    extra = {f"rust_raw_block.{name}": value for name, value in left.items()}
+    told = only(assert_sentences(check_backends(context(extra_config=extra))))
+    assert (told.check, told.status) == ("backends", ERROR)
+    assert told.message.startswith("LMCache opens no store with these options (")
+    assert "rust_raw_block.block_align'] must be a power of two" in told.message
+    assert told.message.endswith("; correct what it names.")
+
+
 def test_where_an_engine_stores_does_not_matter(context, tmp_path):
     """With store_location the others would get nothing, which is not their fault."""
     found = context(

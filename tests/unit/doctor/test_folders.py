@@ -140,7 +140,8 @@ def test_a_relative_folder_is_told_in_full(context, tmp_path, monkeypatch):
     found = context(**settings("local_disk", Path("records")))
     told = only(assert_sentences(check_folders(found)))
     assert told.status == WARNING and told.fix == f"Write {tmp_path}/records."
-    assert f"local_disk='records' is relative: an engine that starts in {tmp_path}" in told.message
+    words = f"local_disk='records' is relative, so an engine that starts in {tmp_path}"
+    assert words in told.message
     assert list(check_folders(replace(found, config=None, written=None))) == []
 
 

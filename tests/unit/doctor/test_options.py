@@ -335,12 +335,33 @@ def test_a_name_that_is_not_found(monkeypatch, name):
 
 
 def test_a_good_configuration(context, tmp_path):
-    found = context(
-        local_disk=str(tmp_path / "d"), max_local_disk_size=0.01, enable_kv_events=True, model=MODEL
-    )
+    found = context(local_disk=str(tmp_path / "d"), max_local_disk_size=0.01, model=MODEL)
     assert found.troubles == ()
     assert [f.status for f in assert_sentences(check_options(found))] == [OK]
     assert only(check_chunk_size(found)).message == "chunk_size 256 is set to the block size 384."
+
+
+@pytest.mark.parametrize(
+    "publishes, inside, told", [(False, False, 1), (True, False, 0), (True, True, 1)]
+)
+def test_events_that_are_never_published(context, publishes, inside, told):
+    found = replace(context(enable_kv_events=True, model=MODEL), publishes=publishes, inside=inside)
+    said = of_status(assert_sentences(check_options(found)), WARNING)
+    assert len(said) == told
+    assert all("enable_kv_events=True has no effect" in each.message for each in said)
+
+
+def test_a_limit_of_a_folder_that_holds_no_block(context, tmp_path):
+    found = context(
+        remote_url=f"fs://localhost:0{tmp_path}",
+        transfer={
+            **TRANSFER,
+            "kv_connector_extra_config": {"lmcache.hybrid_fs_max_size_gb": 0.00001},
+        },
+        model=MODEL,
+    )
+    (said,) = of_status(assert_sentences(check_options(found)), ERROR)
+    assert "lmcache.hybrid_fs_max_size_gb=1e-05 is too small: the records of one" in said.message
 
 
 def test_every_refusal_is_told_not_only_the_first(context):

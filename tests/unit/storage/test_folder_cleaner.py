@@ -16,7 +16,7 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.folder import cleaner as module
 from lmcache_hybrid.storage.folder.cleaner import LOW, FolderCleaner, start_cleaners
 from lmcache_hybrid.storage.folder.file_uses import FileUses
-from lmcache_hybrid.storage.folder.folder_lock import CLEANER_LOCK, FolderLock
+from lmcache_hybrid.storage.folder.lock_file import CLEANER_LOCK, FolderLock
 from lmcache_hybrid.storage.folder.record_files import (
     TEMPORARY,
     WRITING_SECONDS,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid.storage.folder.folder_lock import ENGINE_LOCK
 from lmcache_hybrid.storage.folder.folder_use import FolderUse, in_use
+from lmcache_hybrid.storage.folder.lock_file import ENGINE_LOCK
 
 from ..store_box import Box
 

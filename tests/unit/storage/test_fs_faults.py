@@ -399,7 +399,7 @@ def test_marks_that_hang_hold_up_nobody(box, monkeypatch):
 
 def test_a_load_that_is_late_stops_reading(box, monkeypatch):
     from lmcache_hybrid.core.errors import SlowError
-    from lmcache_hybrid.core.pace import Pace
+    from lmcache_hybrid.core.late_loads import Pace
 
     monkeypatch.setattr(record_io, "STEP_BYTES", 100)
     box = box("fs").write()

@@ -267,6 +267,18 @@ def test_a_server_in_protected_mode_is_told_once_with_what_to_write(tmp_path, hy
     assert PASSWORD_FILE in line and "set protected-mode to no there" in line
 
 
+def test_a_server_with_too_many_clients_is_told_once_with_what_to_write(tmp_path, hybrid_log):
+    with ValkeyServer() as server, server.client() as holds:
+        url = f"redis://localhost:{server.port}"
+        holds.config_set("maxclients", 1)
+        one = Box("redis", tmp_path, None, remote_url=url)
+        try:
+            (line,) = said_of_refusals(one, hybrid_log)
+        finally:
+            one.close()
+    assert "it says 'ERR max number of clients reached'; raise maxclients there" in line
+
+
 IN_FILE = f"the file that {PASSWORD_FILE} names"
 AUTH_PASS = f"sentinel auth-pass {Sentinels.service} secret"
 

@@ -12,7 +12,7 @@ from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.storage.remote import s3
-from tests.bucket import DENIED, Bucket
+from tests.bucket import DENIED, EXTRA, Bucket
 
 from ..helpers import payload_of, put
 from ..store_box import KEYS, SIZE, Box, N, flip, until
@@ -157,6 +157,41 @@ def test_writes_behind_one_without_an_answer_fail_at_once(box, paused, monkeypat
     until(lambda: box.store.failed_writes == {"RemoteBackend": len(MANY)}, "not all failed")
     assert started == ["PUT"] * s3.WRITERS
     until(lambda: box.used() == box.start, "failed writes keep their buffers")
+
+
+@pytest.mark.slow
+def test_a_server_that_can_never_be_used_is_told_once_with_what_to_write(
+    bucket, tmp_path, hybrid_log, monkeypatch
+):
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    extra = {**EXTRA, "disable_tls": False}
+    box = Box("s3", tmp_path, bucket, extra_config=extra, blocking_timeout_secs=1)
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in hybrid_log.records if "refuses records" in r.getMessage()]
+
+    try:
+        assert box.store.locate(KEYS) == {}
+        until(said, "a lookup does not say it")
+        put(box.store, KEYS[:1], SIZE)
+        until(lambda: box.store.failed_writes["RemoteBackend"] == 1, "it was not counted")
+    finally:
+        box.close()
+    (line,) = said()
+    assert line.startswith(f"{bucket.url} refuses records") and "speaks without TLS" in line
+
+
+@pytest.mark.slow
+def test_a_write_says_it_too(bucket, tmp_path, hybrid_log, monkeypatch):
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    box = Box("s3", tmp_path, bucket, extra_config={**EXTRA, "disable_tls": False})
+    try:
+        put(box.store, KEYS[:1], SIZE)
+        until(lambda: "speaks without TLS" in hybrid_log.text, "a write does not say it")
+    finally:
+        box.close()
 
 
 def test_objects_are_looked_for_side_by_side(box, paused, bucket):

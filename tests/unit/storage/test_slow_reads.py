@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from lmcache_hybrid.core.errors import LoadError, SlowError
-from lmcache_hybrid.core.pace import Pace
+from lmcache_hybrid.core.late_loads import Pace
 from lmcache_hybrid.storage.record_format import record_bytes
 
 from ..store_box import KEYS, SIZE, Box, until

@@ -11,7 +11,7 @@ from lmcache_hybrid.core.groups import GroupPlan, suggested_unit
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.lmcache_hybrid.scheduler.short_prompts")
+logger = init_logger("vllm.lmcache_hybrid.scheduler.unit_advice")
 
 # Requests between two checks.
 REQUESTS = 100

@@ -19,9 +19,22 @@ from lmcache_hybrid.upstream.lmcache_home import take
 PREFIX = "LMCACHE_"
 _OTHER_PREFIX = re.compile("^(LM_CACHE_|lmcache_)")
 _CONFIG_NAME = re.compile(f"{PREFIX}CONFIG(_?(PATH|FILE|FILE_PATH|YAML))?", re.IGNORECASE)
+# Variables of LMCache's own, beside those of its options.
+_OF_ENCODERS = f"{PREFIX}EC_"
+# Options of older releases of LMCache, which names variables of them nowhere: what to set instead.
+_GONE = {
+    "local_device": "set LMCACHE_LOCAL_CPU, or LMCACHE_LOCAL_DISK and LMCACHE_MAX_LOCAL_DISK_SIZE",
+    "max_local_cache_size": "set LMCACHE_MAX_LOCAL_CPU_SIZE",
+    "lookup_url": "set LMCACHE_REMOTE_URL for a store that engines share",
+    "distributed_url": "set LMCACHE_REMOTE_URL for a store that engines share",
+    "enable_nixl": "set kv_role, and LMCACHE_REMOTE_URL for a store that engines share",
+    "weka_path": "set LMCACHE_LOCAL_DISK, or LMCACHE_REMOTE_URL to file:///path",
+    "error_handling": "unset it",
+    "pipelined_backend": "unset it",
+}
 _WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([kmgt])(i?)b?\s*", re.IGNORECASE)
-# Parts of a list of paths that a shell would expand.
-_EXPANDED = re.compile(r"(^|,)\s*~|\$[\w{]")
+# Parts of a list of paths that a shell, or Kubernetes, would expand.
+_EXPANDED = re.compile(r"(^|,)\s*~|\$[\w{(]")
 _ONE_SLASH = re.compile(r"(^|,)\s*file:(?!//)", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 # LMCache reads _TRUE as true and all else as false; _FALSE are the values that mean it.
@@ -114,6 +127,29 @@ def taken_away(file: str | None, environment: Mapping[str, str]) -> Iterator[str
             yield f"{variable} is empty, and takes {option} out of {file}; unset it to keep that."
 
 
+def unasked(
+    file: str | None, environment: Mapping[str, str], extra: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a sentence where LMCache never asks the server of its ``remote_config_url``.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+    """
+    if extra.get("lmcache.remote_config_url"):
+        yield (
+            "lmcache.remote_config_url does nothing in kv_connector_extra_config, which is read "
+            "after that server would be asked; write it in LMCache's file."
+        )
+    values, limit = read_values(file, environment), "pd_allocation_timeout_sec"
+    default = take("v1.config", "_CONFIG_DEFINITIONS").get(limit, {}).get("default")
+    where, url = values.get("remote_config_url", ("", None))
+    if url and _number(values.get(limit, ("", default))[1]) == math.inf:
+        yield (
+            f"{where} is never asked, because LMCache cannot send its default of {limit} as JSON; "
+            f"set {limit} to a number, such as 3600."
+        )
+
+
 def misspelt(environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each variable that is nearly one of LMCache's options.
 
@@ -126,7 +162,12 @@ def misspelt(environment: Mapping[str, str]) -> Iterator[str]:
     for name in environment:
         alone = name in options and "_" in name
         meant = f"{PREFIX}{name}" if alone else _OTHER_PREFIX.sub(PREFIX, name)
-        if not meant.startswith(PREFIX) or meant.startswith(VARIABLES) or OF_SERVICE.search(name):
+        if not meant.startswith(PREFIX) or meant.startswith((VARIABLES, _OF_ENCODERS)):
+            continue
+        if OF_SERVICE.search(name):
+            continue
+        if why := _GONE.get(meant.removeprefix(PREFIX).lower()):
+            yield f"{name} does nothing, as LMCache has no such option any more; {why}."
             continue
         if _CONFIG_NAME.fullmatch(meant):
             near = [CONFIG_FILE]
@@ -151,6 +192,12 @@ def without_prefix(extra: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each of :func:`unprefixed`, and for a table of such options."""
     for key, option in unprefixed(extra):
         yield f"kv_connector_extra_config has {key}, which nobody reads; write lmcache.{option}."
+    for key in extra:
+        if _CONFIG_NAME.fullmatch(re.sub("[-.]", "_", key)):
+            yield (
+                f"kv_connector_extra_config has {key}, which nobody reads; name the file in the "
+                f"variable {CONFIG_FILE}."
+            )
     if isinstance(extra.get("lmcache"), dict):
         yield (
             "kv_connector_extra_config has a table 'lmcache', which nobody reads; write its "

@@ -66,7 +66,7 @@ class Drafter:
 
 
 @dataclass
-class Checkpoints:
+class StepEnds:
     """Boundaries of one request whose states are wanted, in tokens.
 
     Attributes:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
+from lmcache_hybrid.scheduler.step_ends import Drafter, StepEnds
 
 N = 16
 MTP, MODULES = Drafter(drops_block=True, runway=1), Drafter(drops_block=True, runway=3)
@@ -9,14 +9,14 @@ MTP, MODULES = Drafter(drops_block=True, runway=1), Drafter(drops_block=True, ru
 AHEAD, MODULES_AHEAD = Drafter(runway=1, look_ahead=1), Drafter(runway=3, look_ahead=3)
 
 
-def stops(num_tokens: int, junction: int = 0, **options) -> Checkpoints:
-    made = Checkpoints(**{"block_size": N, "interval": 0, "decode": False, **options})
+def stops(num_tokens: int, junction: int = 0, **options) -> StepEnds:
+    made = StepEnds(**{"block_size": N, "interval": 0, "decode": False, **options})
     made.begin(num_tokens)
     made.junction = junction
     return made
 
 
-def walk(made: Checkpoints, computed: int = 0, count: int = 12) -> list[int]:
+def walk(made: StepEnds, computed: int = 0, count: int = 12) -> list[int]:
     """All boundaries wanted, in the order in which they are reached."""
     found = []
     while (computed := made.after(computed)) and len(found) < count:

@@ -10,8 +10,8 @@ import pytest
 
 from lmcache_hybrid.core.groups import Window
 from lmcache_hybrid.protocol.record_reports import DISK, RAM, REMOTE, RankReport, RecordName
-from lmcache_hybrid.scheduler import announced_prefixes as module
-from lmcache_hybrid.scheduler.announced_prefixes import AnnouncedPrefixes
+from lmcache_hybrid.scheduler import event_prefixes as module
+from lmcache_hybrid.scheduler.event_prefixes import AnnouncedPrefixes
 
 from .helpers import PLAN, WIDE, WINDOWS
 
@@ -260,7 +260,7 @@ def test_what_is_announced_is_what_a_lookup_would_find(plan) -> None:
 
 
 def lines_of(function) -> int:
-    """How many lines of announced_prefixes.py run: the work, whatever the machine."""
+    """How many lines of event_prefixes.py run: the work, whatever the machine."""
     count = 0
 
     def trace(frame, event, argument):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid.storage.folder.folder_lock import CLEANER_LOCK, FolderLock
+from lmcache_hybrid.storage.folder.lock_file import CLEANER_LOCK, FolderLock
 
 from ..other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp  # noqa: F401
 from ..store_box import until

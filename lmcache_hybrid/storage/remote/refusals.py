@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs once why a server takes no records."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.storage.key_names import printable
+
+logger = init_logger("vllm.lmcache_hybrid.storage.remote.refusals")
+
+# Seconds between two questions why a server cannot be used: each may keep a thread for seconds.
+CAUSE_PAUSE_SECONDS = 60.0
+
+
+class Refusals:
+    """What was logged of one server. Thread-safe."""
+
+    def __init__(self, shown: str, cause: Callable[[Exception], str]) -> None:
+        """
+        Args:
+            shown: the server's URL, without a password.
+            cause: see :meth:`.RecordConnector.cause`.
+        """
+        self._shown, self._cause = shown, cause
+        self._lock = threading.Lock()
+        self._kinds: set[str] = set()
+        self._asks_at = -math.inf  # time.monotonic
+        self._closed = False
+
+    def say(self, error: Exception, cause: str) -> None:
+        """Warn once of each kind of refusal.
+
+        That is its cause, else the class of the error and the server's first word.
+        """
+        words = printable(cause or str(error).lstrip("-"))
+        kind = cause or type(error).__name__ + words.partition(" ")[0]
+        with self._lock:
+            if kind in self._kinds:
+                return
+            self._kinds.add(kind)
+        logger.warning(
+            "%s refuses records, which are not stored there while that lasts: %s",
+            self._shown,
+            words,
+        )
+
+    def explain(self, error: Exception) -> None:
+        """Warn once of a server that can never be used as configured. May ask it, once a minute."""
+        with self._lock:
+            now = time.monotonic()
+            if self._closed or now < self._asks_at:
+                return
+            self._asks_at = now + CAUSE_PAUSE_SECONDS
+        if cause := self._cause(error):
+            self.say(error, cause)
+
+    def explain_aside(self, error: Exception) -> None:
+        """Do :meth:`explain` on a thread of its own; never blocks."""
+        threading.Thread(target=self.explain, args=(error,), name="hybrid-why", daemon=True).start()
+
+    def close(self) -> None:
+        """Ask no server any more."""
+        self._closed = True
