@@ -50,7 +50,7 @@ test-all: venv  ## all tests; SHARD=i/n runs one of n parts that take equally lo
 test-fast: venv  ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"
 
-sim: venv  ## a million simulated steps from random seeds: a quarter of an hour; figures go to docs/generated/simulation.json
+sim: venv  ## a million simulated steps from random seeds: half an hour; figures go to docs/generated/simulation.json
 	mkdir -p build && rm -f build/sim.*
 	SIM_OUT=build/sim SIM_STEPS=1000000 SIM_SEED=random $(BIN)/python -m pytest tests/sim --numprocesses 2 --dist worksteal
 	$(BIN)/python -m tests.sim.report
