@@ -326,16 +326,21 @@ def test_settings_for_which_nothing_ever_hits(
         assert_one_sentence(sentence)
 
 
-@pytest.mark.parametrize("limit, said", [(None, False), (0, False), (-1, True)])
-def test_a_priority_limit_with_few_hits_is_not_called_one_without(hybrid_log, limit, said):
-    """Requests that name a priority at or below it are stored."""
+def warned_of(hybrid_log, **settings) -> list[str]:
+    """What an engine with these options of LMCache warns of at start."""
     config = SimpleNamespace(
         kv_transfer_config=transfer(),
         kv_events_config=None,
         model_config=SimpleNamespace(max_model_len=4096),
     )
-    _warn(config, PLAN, lmcache_config(priority_limit=limit), OPTIONS)
-    warned = [each.message for each in hybrid_log.records if each.levelname == "WARNING"]
+    _warn(config, PLAN, lmcache_config(**settings), OPTIONS)
+    return [each.message for each in hybrid_log.records if each.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("limit, said", [(None, False), (0, False), (-1, True)])
+def test_a_priority_limit_with_few_hits_is_not_called_one_without(hybrid_log, limit, said):
+    """Requests that name a priority at or below it are stored."""
+    warned = warned_of(hybrid_log, priority_limit=limit)
     assert len(warned) == said
     for sentence in warned:
         assert sentence.startswith("priority_limit=-1 is below 0, ")
@@ -356,13 +361,7 @@ def test_a_size_of_a_disk_that_is_not_named_is_told(disk, said):
 @pytest.mark.parametrize("disk, said", [("cache", 1), ("/srv/a, b", 1), ("/srv", 0), (None, 0)])
 def test_a_relative_folder_is_told(hybrid_log, monkeypatch, tmp_path, disk, said):
     monkeypatch.chdir(tmp_path)
-    config = SimpleNamespace(
-        kv_transfer_config=transfer(),
-        kv_events_config=None,
-        model_config=SimpleNamespace(max_model_len=4096),
-    )
-    _warn(config, PLAN, lmcache_config(local_disk=disk), OPTIONS)
-    warned = [each.message for each in hybrid_log.records if each.levelname == "WARNING"]
+    warned = warned_of(hybrid_log, local_disk=disk)
     assert len(warned) == said
     for sentence in warned:
         assert f"is relative, so an engine that starts in {tmp_path} keeps its records" in sentence

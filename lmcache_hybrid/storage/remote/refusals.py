@@ -60,6 +60,8 @@ class Refusals:
 
     def explain_aside(self, error: Exception) -> None:
         """Do :meth:`explain` on a thread of its own; never blocks."""
+        if time.monotonic() < self._asks_at:
+            return
         threading.Thread(target=self.explain, args=(error,), name="hybrid-why", daemon=True).start()
 
     def close(self) -> None:
