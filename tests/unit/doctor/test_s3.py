@@ -175,3 +175,13 @@ def test_a_server_that_ends_the_handshake_is_not_called_one_without_tls():
 @pytest.mark.parametrize("endpoint", ["a..b", "host:port", "[::1", ""])
 def test_what_is_no_host_has_no_cause(endpoint):
     assert cause_of_silence(endpoint, tls=True) == ""
+
+
+def test_tls_on_one_side_only_is_found(encrypted):
+    place = f"localhost:{encrypted}"
+    assert cause_of_silence(place, tls=False) == "it speaks TLS; remove extra_config.disable_tls"
+    assert cause_of_silence(place, tls=True).startswith("its certificate is not valid here (")
+    with serving(Passes) as port:
+        said = cause_of_silence(f"localhost:{port}", tls=True)
+        assert said.startswith("it speaks without TLS; set extra_config.disable_tls: true")
+        assert cause_of_silence(f"localhost:{port}", tls=False) == ""

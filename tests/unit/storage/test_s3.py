@@ -182,7 +182,6 @@ def test_a_server_that_can_never_be_used_is_told_once_with_what_to_write(
     assert line.startswith(f"{bucket.url} refuses records") and "speaks without TLS" in line
 
 
-@pytest.mark.slow
 def test_a_write_says_it_too(bucket, tmp_path, hybrid_log, monkeypatch):
     for name in ("https_proxy", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
