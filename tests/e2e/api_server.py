@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import yaml
 
 from lmcache_hybrid import tools
 from tests.e2e.processes import Forked, own_core, run_script
+from tests.ports import free_port
 
 COMMAND = Path(tools.__file__).with_name("vllm_command.py")
 START_SECONDS, STOP_SECONDS, WRITE_SECONDS = 300, 60, 60
@@ -48,8 +48,7 @@ class ApiServer:
         eager: bool = True,
         folder: Path | None = None,
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         self.url, self.log, self._folder = f"http://127.0.0.1:{port}", log, folder
         own = ["serve", str(model), "--host", "127.0.0.1", "--port", port]
         own += ["--enforce-eager"] if eager else []

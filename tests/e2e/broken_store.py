@@ -15,7 +15,7 @@ from tests.bucket import CREDENTIALS, EXTRA, Bucket
 from tests.e2e import disks, records
 from tests.e2e.engine import Answer, Engine
 from tests.e2e.proxy import Proxy
-from tests.servers import free_ports
+from tests.ports import free_ports
 
 N = 128
 # LMCache gives its references back after a write has ended.

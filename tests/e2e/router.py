@@ -2,7 +2,6 @@
 """Engines that publish their events, and prompts whose hits are foreseen from these."""
 
 import random
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +16,6 @@ BLOCKS = 4
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as two:
-        return one.getsockname()[1], two.getsockname()[1]
-
-
 def room_for(model: Path, conversations: int) -> float:
     """Gigabytes that so many conversations take, each with the states of one boundary."""
     found = described(model)
@@ -30,7 +24,7 @@ def room_for(model: Path, conversations: int) -> float:
 
 
 @contextmanager
-def publishing(ports: tuple[int, int], model: Path, config: dict, **options) -> Iterator[Engine]:
+def publishing(ports: list[int], model: Path, config: dict, **options) -> Iterator[Engine]:
     """An engine that publishes its events."""
     events = {
         "enable_kv_cache_events": True,

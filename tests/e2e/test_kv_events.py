@@ -16,8 +16,9 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 
 from lmcache_hybrid.storage.disk.files import OLD_PROMPTS
 from lmcache_hybrid.tools.tiny_models import make_model
-from tests.e2e.router import Asks, free_ports, publishing, room_for
+from tests.e2e.router import Asks, publishing, room_for
 from tests.e2e.subscriber import Subscriber
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -28,8 +29,8 @@ def model(model_dir: Path) -> Path:
 
 
 @pytest.fixture
-def ports() -> tuple[int, int]:
-    return free_ports()
+def ports() -> list[int]:
+    return free_ports(2)
 
 
 @pytest.fixture

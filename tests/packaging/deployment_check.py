@@ -31,7 +31,8 @@ from lmcache_hybrid.tools.tiny_models import make_model
 from tests import ROOT
 from tests.e2e.engine import Engine
 from tests.e2e.promql import of_dashboard
-from tests.servers import free_ports, wait_for
+from tests.ports import free_ports
+from tests.servers import wait_for
 
 DOCKER, WATCH = ROOT / "examples/docker", ROOT / "examples/observability"
 VALUES = ROOT / "examples/kubernetes/values.yaml"

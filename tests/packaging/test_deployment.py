@@ -36,7 +36,8 @@ from tests.packaging.deployment_files import (
     valkey,
     values,
 )
-from tests.servers import free_ports, wait_for
+from tests.ports import free_ports
+from tests.servers import wait_for
 
 WATCH = ROOT / "examples/observability"
 PAGE = ROOT / "docs/deployment.md"

@@ -24,8 +24,9 @@ from vllm.distributed.kv_events import BlockRemoved
 
 from lmcache_hybrid.tools.tiny_models import make_model
 from tests.e2e.engine import Engine
-from tests.e2e.router import Asks, free_ports, publishing, room_for
+from tests.e2e.router import Asks, publishing, room_for
 from tests.e2e.subscriber import Subscriber
+from tests.ports import free_ports
 from tests.soak.reference import header
 
 SETTLED, HURRIED = 1.0, 0.05  # seconds without an event
@@ -69,7 +70,7 @@ class Soak:
     """Asks one engine after the other. All calls come from one thread."""
 
     def __init__(self, model: Path, folder: Path, seed: int, trunks: int) -> None:
-        self.model, self.ports = model, free_ports()
+        self.model, self.ports = model, free_ports(2)
         self.config = {
             "local_cpu": True,
             "max_local_cpu_size": room_for(model, trunks // 3),

@@ -4,7 +4,6 @@
 import functools
 import random
 import shutil
-import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from tests.e2e import records
 from tests.e2e.engine import Engine
 from tests.e2e.proxy import Proxy
+from tests.ports import free_port
 
 DAMAGES = (
     records.flipped,
@@ -182,8 +182,7 @@ class Redis(Store):
 
         super().__init__(rng)
         # A port of its own choosing would be another one after a restart.
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self.server = stack.enter_context(ValkeyServer(port=port))
         self.killed = False
         self.proxy = Proxy(port)

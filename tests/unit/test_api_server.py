@@ -14,7 +14,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.service_factory import HybridServiceFactory
-from tests.servers import free_ports
+from tests.ports import free_ports
 
 from . import store_box as stores
 from .helpers import engine_config, payload_of, put

@@ -29,7 +29,8 @@ from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor.backends import check_backends, until
 from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.tools.stored.redis_client import connect
-from tests.servers import Cluster, Node, Sentinels, free_ports
+from tests.ports import free_ports
+from tests.servers import Cluster, Node, Sentinels
 from tests.tls import Front, make_certificate
 
 from .helpers import STATE_SPEC, engine_config, payload_of, put

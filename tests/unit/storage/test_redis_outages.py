@@ -22,13 +22,13 @@ from lmcache_hybrid.storage.remote.reader import READERS
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from lmcache_hybrid.storage.remote.redis_failures import CAUSE_SECONDS, cause_of_failure
 from lmcache_hybrid.tools.stored.redis_client import connect
+from tests.ports import free_ports
 from tests.servers import (
     Cluster,
     Node,
     Sentinel,
     Sentinels,
     address_of_this_machine,
-    free_ports,
     wait_for,
 )
 
