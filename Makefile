@@ -25,7 +25,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-engines bench-folders bench-reuse bench-digests bench-eight-bits bench-peers bench-prefetch bench-redis-clients bench-scale bench-serve bench-steps bench-user bench-weights lint docs wheel deployment-check release-check clean
+.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-engines bench-folders bench-lossless bench-reuse bench-digests bench-eight-bits bench-peers bench-prefetch bench-redis-clients bench-scale bench-serve bench-steps bench-user bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -99,6 +99,10 @@ bench-peers: venv  ## LMCacheMPConnector and OffloadingConnector beside this pac
 
 bench-prefetch: venv  ## the first token of a prefetched prompt beside a hit in RAM: five minutes; to docs/generated/prefetch.json and docs/steering.md
 	$(BIN)/python -m benchmarks.prefetch
+
+bench-lossless: venv  ## pages and states compressed and restored: two minutes; to docs/generated/lossless.json
+	$(BIN)/python -m pip install --quiet 'blosc2>=4' 'zipnn>=0.5'
+	$(BIN)/python -m benchmarks.lossless
 
 bench-folders: venv  ## reads of records in a folder beside plain reads: a minute; to docs/generated/folders.json
 	$(BIN)/python -m benchmarks.folders

@@ -18,14 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.check import checked_options
+from lmcache_hybrid.config.folders import settle_disk_folder
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.options import Options
-from lmcache_hybrid.config.parallel import (
-    check_parallelism,
-    check_prefix_cache,
-    settle_disk_folder,
-    spans_hosts,
-)
+from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, spans_hosts
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
 from lmcache_hybrid.core.groups import plan_groups

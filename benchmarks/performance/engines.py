@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).parents[2]),  # where vLLM finds empty
 }
 ROOM = {"max_local_cpu_size": 2}
+STORES = ("ram", "disk", "redis")
+READS = "benchmarks.performance.plain_reads"
 
 
 def prompt_of(tokens: int, seed: int) -> list[int]:
@@ -73,6 +75,13 @@ class Arms:
         self._engines.pop(name).close()
         return self[name]
 
+    def lay_down(self, sizes: list[int]) -> None:
+        """Let the engine without a connector have values of these sizes, to read them plainly."""
+        (folder := self._folder / f"plain-{len(sizes)}").mkdir(exist_ok=True)
+        at = {"folder": str(folder), "port": self._server.port}
+        for kind in STORES:
+            self["none"].call("run", function=f"{READS}:prepare", kind=kind, sizes=sizes, **at)
+
     def _start(self, name: str) -> Engine:
         config, transfer = None, None
         if name == "empty":
@@ -105,6 +114,17 @@ def wake(engine: Engine) -> None:
     engine.ask(prompt_of(UNIT - 16, 10), max_tokens=8, logprobs=None)
 
 
+def after_plain_read(engine: Engine, ids: list[int], kind: str) -> tuple[float, int, int]:
+    """:func:`first_token` of a hit in vLLM's own cache, and of a plain read right before it.
+
+    No connector can be faster: the prompt's step cannot begin before all is loaded.
+    """
+    wake(engine)
+    reading = engine.call("run", function=f"{READS}:read", kind=kind)
+    answer = engine.ask(ids, max_tokens=1, logprobs=None)
+    return reading + answer.seconds, answer.cached, answer.external
+
+
 def first_token(engine: Engine, ids: list[int], forget: bool = True) -> tuple[float, int, int]:
     """(seconds to the first token, cached tokens, tokens of these from the store)."""
     if forget:
@@ -133,12 +153,13 @@ def repeats(
 ) -> dict[str, list[float]]:
     """First-token times of one long prompt: cold, in vLLM's own cache, in each store.
 
-    All hits are as deep as vLLM's own, which is at ``boundary`` where one is given.
+    All hits are as deep as vLLM's own, which is at ``boundary`` where one is given. Without one
+    each store has an arm :func:`after_plain_read`, of as many and as long values as it loads.
 
     Stores that outlive an engine are filled by another one.
     """
     ids = prompt_of(tokens, seed)
-    for name in ("ram", "disk", "redis"):
+    for name in STORES:
         first_token(arms[name], ids)
         arms[name].settle()
     for name in ("disk", "redis"):
@@ -146,17 +167,32 @@ def repeats(
     plain = arms["none"]
     hit = first_token(plain, ids)[1] or first_token(plain, ids, forget=False)[1]
     assert hit == (boundary or hit), f"vLLM hits at {hit}"
-    times: dict[str, list[float]] = {name: [] for name in ("cold", "vllm", "ram", "disk", "redis")}
+    bounds: dict[str, str] = {}
+    if boundary is None:
+        bounds = {f"plain {name}": name for name in STORES}
+        arms.lay_down(values_of(arms["ram"], hit))
+    times: dict[str, list[float]] = {name: [] for name in ("cold", "vllm", *bounds, *STORES)}
     for round_ in range(rounds + 1):
         for name in times:
-            engine = arms["none" if name in ("cold", "vllm") else name]
-            seconds, cached, external = first_token(engine, ids, forget=name != "vllm")
+            if name in bounds:
+                seconds, cached, external = after_plain_read(plain, ids, bounds[name])
+            else:
+                engine = arms[name if name in STORES else "none"]
+                seconds, cached, external = first_token(engine, ids, forget=name != "vllm")
             assert cached == (0 if name == "cold" else hit), f"{name} had {cached} tokens cached"
-            assert external == (0 if name in ("cold", "vllm") else hit)
+            assert external == (hit if name in STORES else 0)
             if round_:
                 times[name].append(seconds)
         progress()
     return times
+
+
+def values_of(engine: Engine, hit: int) -> list[int]:
+    """Bytes of each value that a load of ``hit`` tokens reads: attention by block, one state."""
+    sizes: list[int] = []
+    for bytes_, kind in zip(engine.info["group_bytes"], engine.info["groups"], strict=True):
+        sizes += [bytes_] * (1 if kind == "MambaSpec" else hit // engine.info["block_size"])
+    return sizes
 
 
 def short_prompt(size: int) -> dict[str, int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.performance import plain_reads
 from benchmarks.performance.shapes import Shape
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
@@ -170,7 +171,7 @@ def plain(rank: Rank, size: int) -> Callable[[], float]:
         source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
 
         def once() -> None:
-            np.copyto(target, source)
+            plain_reads.copy([source], [target])
 
     elif rank.backend == "disk":
         files = sorted(path for path in rank.folder.rglob("*") if path.is_file())
@@ -179,9 +180,7 @@ def plain(rank: Rank, size: int) -> Callable[[], float]:
         views = np.split(target, np.cumsum(sizes)[:-1])
 
         def once() -> None:
-            for path, view in zip(files, views, strict=True):
-                with open(path, "rb", buffering=0) as file:
-                    file.readinto(view)
+            plain_reads.read_files(files, views)
 
     else:
         client = rank.server.client()
@@ -189,8 +188,7 @@ def plain(rank: Rank, size: int) -> Callable[[], float]:
         connection = socket.create_connection(("127.0.0.1", rank.server.port))
 
         def once() -> None:
-            for name in names:
-                _receive(connection, name, target)
+            plain_reads.get(connection, names, [target] * len(names))
 
     def measure() -> float:
         started = time.perf_counter()
@@ -198,16 +196,6 @@ def plain(rank: Rank, size: int) -> Callable[[], float]:
         return time.perf_counter() - started
 
     return measure
-
-
-def _receive(connection: socket.socket, name: bytes, target: np.ndarray) -> None:
-    """One GET on a bare socket, to the start of ``target``."""
-    connection.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
-    head = connection.recv(64)
-    line, _, rest = head.partition(b"\r\n")
-    left, view = int(line[1:]) + 2 - len(rest), memoryview(target)
-    while left:
-        left -= connection.recv_into(view, min(left, len(view)))
 
 
 def uncache(rank: Rank) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks record folders before an engine writes into them, and reads their limits."""
+"""Says which folders an engine writes into, checks them first, and reads their limits."""
 
 import contextlib
 import os
@@ -74,6 +74,33 @@ def trusted_owner(config: "LMCacheEngineConfig") -> int | None:
     It was read when the configuration was loaded.
     """
     return getattr(config, "_hybrid_trusted_owner", None)
+
+
+def settle_disk_folder(config: "LMCacheEngineConfig", parallel: Any) -> None:
+    """Give each data-parallel engine a folder of its own. Mutates ``config``. Idempotent.
+
+    A shared one would have two indexes, each without the other's files. The first engine uses the
+    folder itself, as an engine without data parallelism does; the others ``dp1``, ``dp2`` and so
+    on in it.
+
+    Args:
+        parallel: vLLM's ParallelConfig of the engine.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    engine = parallel.data_parallel_index
+    if not config.local_disk or not engine:
+        return
+    # The two roles may share one config, in one process.
+    if getattr(config, "_hybrid_folders", None) == config.local_disk:
+        return
+    folders = [
+        os.path.join(folder.strip(), f"dp{engine}") for folder in config.local_disk.split(",")
+    ]
+    for folder in folders:
+        check_folder("local_disk", folder, trusted_owner(config))
+    config.local_disk = config._hybrid_folders = ",".join(folders)
 
 
 def check_folder(option: str, path: str, trusted: int | None = None) -> None:

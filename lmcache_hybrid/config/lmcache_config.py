@@ -46,8 +46,8 @@ from lmcache_hybrid.config.redis_credentials import (
 )
 from lmcache_hybrid.config.stores import all_places, check_places, places, shared_folders
 from lmcache_hybrid.config.stores.base import folders_in
-from lmcache_hybrid.core.digests import read_key
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.secret_files import read_key
 from lmcache_hybrid.upstream.lmcache_home import take
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ STABLE_HASH = "sha256_cbor"
 BY_GPU = "by_gpu"
 # Key of LMCache's extra_config.
 _NODES_OF_GPUS = "gpu_to_numa_mapping"
+LAST_PORT = 65535
 
 
 def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCacheEngineConfig":
@@ -266,6 +267,7 @@ def _checks(
             if remote:
                 yield partial(_check_number, f"extra_config.{name}", extra[name], option)
     yield partial(_check_numa, config)
+    yield partial(_check_api_server, config, ranks)
     yield partial(_check_remote, config)
     yield partial(_check_memory, config, ranks)
     yield partial(_check_disk, config)
@@ -343,6 +345,21 @@ def _check_numa(config: "LMCacheEngineConfig") -> None:
             f"LMCache option numa_mode='manual' has extra_config.{_NODES_OF_GPUS}={nodes!r}, which "
             "is no table of NUMA nodes by number of GPU; write one such as {0: 0, 1: 1}, or set "
             "numa_mode to auto."
+        )
+
+
+def _check_api_server(config: "LMCacheEngineConfig", ranks: int) -> None:
+    """Refuse a first port of LMCache's internal API server with which not all ranks have one."""
+    option, last = "internal_api_server_port_start", LAST_PORT - ranks
+    first = getattr(config, option)
+    by_ports = (
+        config.internal_api_server_enabled and not config.internal_api_server_socket_path_prefix
+    )
+    # LMCache adds one for each rank, after that of the scheduler.
+    if by_ports and not 0 < first <= last:
+        raise ConfigError(
+            f"LMCache option {option}={first} is no port, or leaves none for each rank; set it to "
+            f"a number from 1 to {last}, or remove it for LMCache's default."
         )
 
 

@@ -24,9 +24,10 @@ from lmcache_hybrid.config.own_options import (
     remarks,
     sound_own_options,
 )
-from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
+from lmcache_hybrid.core.digests import PLAIN, Digester, KeyedDigester
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY
+from lmcache_hybrid.core.secret_files import read_key
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -104,7 +105,7 @@ def read_options(
     limits = FolderLimits()
     try:
         if (key_file := own[KEY_FILE_KEY]) is not None:
-            digester = read_key(names[KEY_FILE_KEY], key_file)
+            digester = KeyedDigester(read_key(names[KEY_FILE_KEY], key_file))
     except ConfigError as error:
         wrong += error.args
     try:

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses unsupported parallelism, and gives each data-parallel engine its own disk folder."""
+"""Refuses unsupported parallelism, and says how many ranks there are and where."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import zmq
 from vllm import envs
 
-from lmcache_hybrid.config.folders import check_folder, trusted_owner
 from lmcache_hybrid.core.by_ray import placed_by_ray
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY
 
 if TYPE_CHECKING:
-    from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
 
 
@@ -115,33 +112,6 @@ def check_prefix_cache(vllm_config: "VllmConfig") -> None:
             "leaves nothing to store; choose another --attention-backend, unset "
             "VLLM_BATCH_INVARIANT, or remove --kv-transfer-config."
         )
-
-
-def settle_disk_folder(config: "LMCacheEngineConfig", parallel: Any) -> None:
-    """Give each data-parallel engine a folder of its own. Mutates ``config``. Idempotent.
-
-    A shared one would have two indexes, each without the other's files. The first engine uses the
-    folder itself, as an engine without data parallelism does; the others ``dp1``, ``dp2`` and so
-    on in it.
-
-    Args:
-        parallel: vLLM's ParallelConfig of the engine.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
-    engine = parallel.data_parallel_index
-    if not config.local_disk or not engine:
-        return
-    # The two roles may share one config, in one process.
-    if getattr(config, "_hybrid_folders", None) == config.local_disk:
-        return
-    folders = [
-        os.path.join(folder.strip(), f"dp{engine}") for folder in config.local_disk.split(",")
-    ]
-    for folder in folders:
-        check_folder("local_disk", folder, trusted_owner(config))
-    config.local_disk = config._hybrid_folders = ",".join(folders)
 
 
 def local_ranks(vllm_config: "VllmConfig") -> int:

@@ -6,15 +6,10 @@ have, so it also detects bytes that another program wrote to the store.
 """
 
 import hmac
-import os
-import stat
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import xxhash
 from blake3 import blake3
-
-from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.secret_files import is_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,8 +21,6 @@ DIGEST_BYTES = 16
 KEY_ID_BYTES = 8
 SEAL_BYTES = KEY_ID_BYTES + 32
 UNSEALED = bytes(SEAL_BYTES)
-# Size limits of a key file, in bytes.
-MIN_KEY, MAX_KEY = 32, 1 << 16
 
 
 class Digester(Protocol):
@@ -109,46 +102,3 @@ PLAIN = PlainDigester()
 
 def _derive(purpose: str, secret: bytes) -> bytes:
     return blake3(secret, derive_key_context=f"lmcache-hybrid 2026 {purpose}").digest()
-
-
-def read_key(setting: str, path: str) -> KeyedDigester:
-    """Make the digester of a key file. Every byte counts, even a final newline.
-
-    Args:
-        setting: name of the setting, for errors.
-
-    Raises:
-        ConfigError: the file does not exist, is too short or long, or others can read it.
-    """
-    try:
-        # Follow links: Kubernetes mounts secrets as links. open() refuses a folder.
-        opened = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except OSError as error:
-        if not is_path(path):  # it may be the key itself, which belongs in no log
-            raise ConfigError(
-                f"{setting} names no file that can be read ({error.strerror}); write the path of "
-                "one, from / on, made with `(umask 077; openssl rand 32 > FILE)`."
-            ) from None
-        raise ConfigError(
-            f"{setting}={path!r} cannot be read ({error.strerror}); make it with "
-            f"`(umask 077; openssl rand 32 > {path})` and give every engine the same file."
-        ) from error
-    with opened as data:
-        status = os.fstat(data.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{setting}={path!r} is not a file; name the file with the key.")
-        # A group may read: Kubernetes gives a pod's secrets to its fsGroup.
-        if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
-            raise ConfigError(
-                f"{setting}={path!r} can be read or written by others (mode "
-                f"{stat.S_IMODE(status.st_mode):04o}); run `chmod 600 {path}`, or mount the secret "
-                "with defaultMode 0400, and if the key was seen, make another."
-            )
-        secret = data.read(MAX_KEY + 1)
-    if not MIN_KEY <= len(secret) <= MAX_KEY:
-        size = f"more than {MAX_KEY}" if len(secret) > MAX_KEY else len(secret)
-        raise ConfigError(
-            f"{setting}={path!r} has {size} bytes, a key has {MIN_KEY} to {MAX_KEY}; make one "
-            "with `openssl rand 32`."
-        )
-    return KeyedDigester(secret)

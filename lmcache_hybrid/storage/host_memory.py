@@ -189,8 +189,7 @@ def _taken(pool: torch.Tensor, backend: "LocalCPUBackend") -> int:
     if held:
         return held
     by_torch = ours is not None or compiled_part_missing(device_ops)
-    shared = backend.memory_allocator.shm_name  # files are not rounded
-    return rounded(pool.numel()) if by_torch and not shared and pool.is_pinned() else pool.numel()
+    return rounded(pool.numel()) if by_torch and pool.is_pinned() else pool.numel()
 
 
 # Memory

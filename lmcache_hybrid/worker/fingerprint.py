@@ -25,8 +25,8 @@ from lmcache_hybrid.identity.weights import files_identity, weights_identity
 from lmcache_hybrid.storage import record_format
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.worker import fingerprint_settings as settings
-from lmcache_hybrid.worker.page_facts import page_facts
 from lmcache_hybrid.worker.pages import GroupPages
+from lmcache_hybrid.worker.reviewed_backends import page_facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import time
@@ -225,6 +226,11 @@ class Child:
         for logger in LMCacheEngineBuilder._stat_loggers.values():
             logger.prometheus_logger.log_prometheus(logger.monitor.get_stats_and_clear())
         return generate_latest(REGISTRY).decode()
+
+    def run(self, function: str, **arguments):
+        """Call ``module:function`` in this process."""
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)(**arguments)
 
     def forget(self) -> bool:
         return self._llm.reset_prefix_cache()

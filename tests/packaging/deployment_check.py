@@ -41,7 +41,7 @@ PLAIN = ROOT / "examples/kubernetes/deployment.yaml"
 JOB = ROOT / "examples/kubernetes/accept.yaml"
 HOSTS = ROOT / "examples/kubernetes/hosts.yaml"
 COMPOSE = DOCKER / "compose.yaml", DOCKER / "hosts.yaml"
-NAMES = ("MODEL", "VLLM_API_KEY", "GRAFANA_PASSWORD", "FIRST_HOST", "HOST_IP")
+NAMES = ("MODEL", "VLLM_API_KEY", "GRAFANA_PASSWORD", "FIRST_HOST", "HOST_IP", "INTERFACE")
 VARIABLES = dict.fromkeys(NAMES, "x")
 # Helm's own Go packages in a library. Prints what it makes of a chart for the release "hybrid".
 HELM = "helm-python-sdk==0.2.2"

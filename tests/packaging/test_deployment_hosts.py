@@ -29,6 +29,7 @@ from tests.packaging.deployment_files import (
 N = 272
 PAGE = (ROOT / "docs/hosts.md").read_text()
 MODEL, RANKS, LENGTH = "Qwen/Qwen3.5-397B-A17B", 16, 65_536
+INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 
 
 def objects() -> dict[str, dict[str, Any]]:
@@ -133,14 +134,17 @@ def test_compose_runs_on_the_hosts_network_as_on_one_machine() -> None:
         assert service["volumes"][1:] == one["volumes"][1:]
         assert service["volumes"][0] == one["volumes"][0]
         assert service["environment"]["VLLM_HOST_IP"].startswith("${HOST_IP:?")
+        for name in INTERFACES:
+            assert service["environment"][name].startswith("${INTERFACE:?")
     shared = set(first["environment"]) - {"VLLM_API_KEY"}
     assert (
         set(second["environment"])
         == shared
-        == {*one["environment"], "VLLM_HOST_IP"} - {"VLLM_API_KEY"}
+        == {*one["environment"], "VLLM_HOST_IP", *INTERFACES} - {"VLLM_API_KEY"}
     )
     for line in (
         f"export MODEL={MODEL} FIRST_HOST=10.0.0.1 VLLM_API_KEY=...",
+        "export HOST_IP=10.0.0.1 INTERFACE=eth0 ",
         "docker compose -f examples/docker/hosts.yaml up --build --detach first ",
         "docker compose -f examples/docker/hosts.yaml up --build --detach second ",
     ):

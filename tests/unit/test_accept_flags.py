@@ -46,6 +46,7 @@ def test_settings_of_the_connector_are_kept() -> None:
     "flags, says",
     [
         (["--data-parallel-size", "2"], "--data-parallel-size=2 starts copies"),
+        (["--nnodes", "2", "--master-addr", "10.0.0.1"], "--nnodes=2 makes this engine wait"),
         (["--worker-extension-cls", "a.B"], "--worker-extension-cls=a.B takes the place"),
         (
             [

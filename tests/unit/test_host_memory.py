@@ -333,11 +333,6 @@ def test_what_a_rounded_pool_takes(cudart, pins, hybrid_log):
     assert "takes 8.0 MiB of pinned" in said(hybrid_log, MixedMemoryAllocator(SIZE))
 
 
-def test_what_a_shared_pool_takes(repaired, pins, hybrid_log):
-    name = f"hybrid-test-{os.getpid()}"
-    assert "takes 5.0 MiB of pinned" in said(hybrid_log, MixedMemoryAllocator(SIZE, shm_name=name))
-
-
 def test_a_pool_that_is_not_pinned(repaired, hybrid_log):
     message = said(hybrid_log, MixedMemoryAllocator(SIZE))
     assert "5.0 MiB" in message and "not pinned" in message and pinned.DONT_ROUND in message

@@ -386,3 +386,24 @@ def test_what_is_stored_in_one_place_alone_is_read_there():
         remote_url="redis://h:1", store_location="RemoteBackend", retrieve_locations=read
     )
     assert not list(with_few_hits(config))
+
+
+def api_server(first: int, **settings):
+    return lmcache_config(
+        internal_api_server_enabled=True, internal_api_server_port_start=first, **settings
+    )
+
+
+@pytest.mark.parametrize("first, last", [(70000, 65533), (65534, 65533), (0, 65533), (-1, 65533)])
+def test_ports_that_do_not_exist_are_refused(first, last):
+    (message,) = refusals(api_server(first), BLOCK, ranks=2)
+    assert message.startswith(f"LMCache option internal_api_server_port_start={first} is no port")
+    assert f"set it to a number from 1 to {last}" in message
+    assert_one_sentence(message)
+
+
+def test_ports_that_nobody_listens_on_are_accepted():
+    assert refusals(api_server(65533), BLOCK, ranks=2) == []
+    by_files = api_server(70000, internal_api_server_socket_path_prefix="/tmp/api/server")
+    assert refusals(by_files, BLOCK) == []
+    assert refusals(lmcache_config(internal_api_server_port_start=70000), BLOCK) == []

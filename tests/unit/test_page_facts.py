@@ -24,8 +24,8 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 
 from lmcache_hybrid.core.errors import UnknownPagesError
-from lmcache_hybrid.worker import page_facts as module
-from lmcache_hybrid.worker.page_facts import page_facts
+from lmcache_hybrid.worker import reviewed_backends as module
+from lmcache_hybrid.worker.reviewed_backends import page_facts
 
 # The real one needs flashinfer, which has no CPU build.
 FlashInferBackend = type(

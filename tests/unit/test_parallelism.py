@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import interface
 
 from lmcache_hybrid import connector
-from lmcache_hybrid.config.parallel import check_parallelism, settle_disk_folder
+from lmcache_hybrid.config.folders import settle_disk_folder
+from lmcache_hybrid.config.parallel import check_parallelism
 from lmcache_hybrid.core.errors import ConfigError, LoadError
 from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.identity.adapters import ADAPTERS

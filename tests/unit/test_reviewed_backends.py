@@ -11,7 +11,7 @@ import pytest
 import vllm
 import vllm.v1.attention.backends.registry as registry
 
-from lmcache_hybrid.worker import fingerprint, page_facts
+from lmcache_hybrid.worker import fingerprint, reviewed_backends
 
 ROOT = Path(vllm.__file__).parent
 # Roots of what has pages, and of what writes them.
@@ -81,20 +81,20 @@ def registered() -> set[str]:
 def test_every_backend_and_every_layer_with_pages_has_been_looked_at():
     """A new one: read its source, then add its line to reviewed_backends.txt."""
     assert len(with_pages()) > 100 and len(registered()) > 40
-    missing = (with_pages() | registered()) - page_facts.reviewed().keys()
+    missing = (with_pages() | registered()) - reviewed_backends.reviewed().keys()
     assert not missing, f"nobody has looked at {sorted(missing)}"
 
 
 def test_each_line_names_facts_that_are_known_and_says_what_was_found():
     names = set()
-    for line in Path(page_facts.__file__).with_name(page_facts.REVIEWED_FILE).open():
+    for line in Path(reviewed_backends.__file__).with_name(reviewed_backends.REVIEWED_FILE).open():
         if not line.startswith("#"):
             path, facts, found = (part.strip() for part in line.split("|"))
             assert path and found and path not in names
-            assert set(facts.split()) <= page_facts.FACTS.keys()
+            assert set(facts.split()) <= reviewed_backends.FACTS.keys()
             names.add(path)
-    used = {name for facts in page_facts.reviewed().values() for name in facts}
-    assert used == page_facts.FACTS.keys()
+    used = {name for facts in reviewed_backends.reviewed().values() for name in facts}
+    assert used == reviewed_backends.FACTS.keys()
 
 
 # Why each does not count, or how it does.
@@ -166,5 +166,5 @@ def test_every_optional_import_of_code_that_lays_out_pages_has_been_looked_at():
 
 @pytest.mark.parametrize("name", ["aiter", "flashinfer", "hpc"])
 def test_a_package_that_is_said_to_count_does(name):
-    text = Path(page_facts.__file__).read_text()
+    text = Path(reviewed_backends.__file__).read_text()
     assert f'"{name}"' in text

@@ -388,6 +388,10 @@ def test_the_list_for_scripts():
             "--decode-context-parallel-size 4 does not fit --tp 8: 2 ranks have the same",
         ),
         (
+            ["Qwen3.6-27B", "--tp", "16", "--decode-context-parallel-size", "4"],
+            "--decode-context-parallel-size 4 does not divide the 6 query heads for each",
+        ),
+        (
             ["Kimi-K3", "--tp", "8", "--decode-context-parallel-size", "3"],
             "--decode-context-parallel-size 3 does not fit --tp 8",
         ),
@@ -576,3 +580,17 @@ def test_the_kernels_that_n_was_computed_with_are_among_the_flags():
     words = "--gdn-prefill-backend", "flashinfer"
     assert "  --gdn-prefill-backend flashinfer \\\n" in run("Qwen3.6-27B", *words).output
     assert "  --gdn-prefill-backend" not in run("LFM2-350M", *words).output
+
+
+def test_ranks_with_equal_attention_have_another_block_size():
+    """So records of another tensor-parallel size would end at other boundaries, see design.md."""
+    same = set()
+    for model in catalogue.models():
+        for tp in (1, 2, 4, 8):
+            try:
+                few, many = (compute(model.shape, GPU, tp=ranks) for ranks in (tp, 2 * tp))
+            except ConfigError:  # its heads cannot be divided so
+                continue
+            if few.token_bytes == many.token_bytes and few.block_size == many.block_size:
+                same.add((model.shape.model_type, tp))
+    assert same == {("lfm2", 8), ("lfm2_moe", 8)}

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_hybrid.config.folders import check_folder
+from lmcache_hybrid.config.folders import check_folder, settle_disk_folder
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.own_options import TRUSTED_OWNER_KEY, read_own_options
-from lmcache_hybrid.config.parallel import settle_disk_folder
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.options import check_options

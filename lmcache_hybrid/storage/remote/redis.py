@@ -14,7 +14,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from socket import socket
 from typing import Any, TypeVar
 
@@ -228,8 +229,16 @@ class HybridRedisConnector(RecordConnector):
         except Exception as error:
             if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
-            self._refusals.explain(error)
+            self._refusals.explain(error, partial(self._refused_size, name, value.nbytes))
             raise
+
+    def _refused_size(self, name: str, size: int) -> Exception | None:
+        """Ask the server of a key whether it refuses values of a size; None if it does not."""
+        refused, deadline = None, time.monotonic() + redis_failures.CAUSE_SECONDS
+        with suppress(redis.RedisError, OSError), self._servers.of(name).connection() as sock:
+            refused = sockets.refused_size(sock, _encoded(name), size, deadline)
+            raise ConnectionError("half a command was sent")
+        return refused
 
     def cause(self, error: Exception) -> str:
         return redis_failures.cause_of_failure(self._url, error)

@@ -81,6 +81,8 @@ def _explained(who: str, words: str, plain: str) -> str:
         )
     if words.startswith("ERR max number of clients"):
         return f"{who} says {words!r}; raise maxclients there, or end clients that it serves"
+    if words.startswith("ERR Protocol error: invalid bulk length"):
+        return f"{who} says {words!r} to a record; raise proto-max-bulk-len there"
     return f"{who} {plain} turn TLS on there" if plain and words else ""
 
 

@@ -48,13 +48,20 @@ class Refusals:
             words,
         )
 
-    def explain(self, error: Exception) -> None:
-        """Warn once of a server that can never be used as configured. May ask it, once a minute."""
+    def explain(
+        self, error: Exception, said: Callable[[], Exception | None] = lambda: None
+    ) -> None:
+        """Warn once of a server that can never be used as configured. May ask it, once a minute.
+
+        Args:
+            said: asks the server for what ``error`` may hide; it gives None for nothing.
+        """
         with self._lock:
             now = time.monotonic()
             if self._closed or now < self._asks_at:
                 return
             self._asks_at = now + CAUSE_PAUSE_SECONDS
+        error = said() or error
         if cause := self._cause(error):
             self.say(error, cause)
 

@@ -44,9 +44,28 @@ def send(sock: socket.socket, data: bytes | memoryview, deadline: float) -> None
 
 def send_value(sock: socket.socket, name: bytes, value: memoryview, deadline: float) -> None:
     """Send a SET without copying the value."""
-    head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, value.nbytes)
-    for part in (head, value, b"\r\n"):
+    for part in (_head_of_set(name, value.nbytes), value, b"\r\n"):
         send(sock, part, deadline)
+
+
+def refused_size(
+    sock: socket.socket, name: bytes, size: int, deadline: float
+) -> redis.ResponseError | None:
+    """Ask whether the server refuses a value because of its size; None if it waits for it.
+
+    It closes the connection of who sends such a value, and its words are lost then. The connection
+    is of no use after this.
+    """
+    send(sock, _head_of_set(name, size), deadline)
+    try:
+        (answer,) = replies(sock, 1, deadline)
+    except TimeoutError:
+        return None
+    return answer if isinstance(answer, redis.ResponseError) else None
+
+
+def _head_of_set(name: bytes, size: int) -> bytes:
+    return b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, size)
 
 
 def replies(sock: socket.socket, count: int, deadline: float) -> list[bytes | redis.ResponseError]:

@@ -195,6 +195,11 @@ def engine_arguments(model: str, flags: list[str]) -> EngineArgs:
             f"--data-parallel-size={parsed.data_parallel_size} starts copies of one engine, and "
             "one is tested; leave it out."
         )
+    if parsed.nnodes > 1:
+        raise ConfigError(
+            f"--nnodes={parsed.nnodes} makes this engine wait for other hosts, where this test "
+            "starts nothing; leave it out, with a smaller model of the family if need be."
+        )
     if parsed.worker_extension_cls:
         raise ConfigError(
             f"--worker-extension-cls={parsed.worker_extension_cls} takes the place that this test "

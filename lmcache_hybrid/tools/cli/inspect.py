@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
+from lmcache_hybrid.core.digests import PLAIN, Digester, KeyedDigester
 from lmcache_hybrid.core.errors import ConfigError, StoreError
+from lmcache_hybrid.core.secret_files import read_key
 from lmcache_hybrid.core.sizes import size_text
 from lmcache_hybrid.storage.key_names import printable
 from lmcache_hybrid.tools.cli.terminal import live_line
@@ -120,7 +121,7 @@ def digester_of(key_file: Path | None) -> Digester:
     Raises:
         ConfigError: the file contains no key.
     """
-    return PLAIN if key_file is None else read_key("--key-file", str(key_file))
+    return PLAIN if key_file is None else KeyedDigester(read_key("--key-file", str(key_file)))
 
 
 def open_stores(store: str | None, lmcache_config: Path | None) -> Iterator[RecordStore]:

@@ -126,19 +126,23 @@ def compute(
     kv_dtype = shape.kv_dtype if kv_dtype == "auto" else kv_dtype
     if ssm_dtype == "auto":
         ssm_dtype = platform.ssm_dtype or shape.ssm_dtype
-    heads = shape.attention.heads
-    if tp < 1 or max(heads, tp) % min(heads, tp) and not shape.attention.latent:
+    heads, latent = shape.attention.heads, shape.attention.latent
+    if tp < 1 or max(heads, tp) % min(heads, tp) and not latent:
         raise ConfigError(
             f"--tp {tp} does not fit {heads} key/value heads; choose a divisor or a multiple."
         )
-    _check_shared(dcp, tp, tp if shape.attention.latent else tp // heads)
+    _check_shared(dcp, tp, tp if latent else tp // heads)
+    if (queries := shape.attention.queries) % dcp and not latent:  # vLLM: the same function
+        raise ConfigError(
+            f"--decode-context-parallel-size {dcp} does not divide the {queries} query heads for "
+            "each key/value head; choose one that does."
+        )
     # First: "auto" of the other two is often this one.
     conv = shape.recurrent.conv_elements(tp) * _bytes_of("--dtype", shape.dtype, STATE_DTYPES)
     token = shape.attention.elements(tp) * _bytes_of("--kv-cache-dtype", kv_dtype, DTYPE_BYTES)
     ssm = shape.recurrent.state_elements(tp) * _bytes_of("--ssm-dtype", ssm_dtype, STATE_DTYPES)
     state = conv + ssm
     multiple = GDN_PREFILLS[platform.gdn_prefill] if shape.has_delta_nets else 1
-    latent = shape.attention.latent
     n = unified_block_size(token, state, platform, block_size, latent, multiple)
     size = {ATTENTION: n * token, STATE: state}
     groups = tuple(

@@ -31,11 +31,13 @@ class Attention:
         heads: key/value heads; 1 for a latent (MLA), which every rank holds whole.
         head_size: elements of a key, and of a value.
         latent: MLA, one vector instead of keys and values.
+        queries: query heads for each of ``heads``; 1 for a latent.
     """
 
     heads: int
     head_size: int
     latent: bool = False
+    queries: int = 1
 
     def elements(self, tp: int) -> int:
         """Return the elements per token on one of ``tp`` ranks; vLLM: ``FullAttentionSpec``.
@@ -251,9 +253,10 @@ def _kv_dtype(config: Config, text: Config, dtype: str) -> str:
 
 
 def _heads(text: _Fields, head_size: int | None = None) -> Attention:
-    heads = text["num_attention_heads"]
-    size = head_size or text["hidden_size"] // heads
-    return Attention(text.get("num_key_value_heads") or heads, size)
+    queries = text["num_attention_heads"]
+    heads = text.get("num_key_value_heads") or queries
+    size = head_size or text["hidden_size"] // queries
+    return Attention(heads, size, queries=queries // heads)
 
 
 def _mamba2(

@@ -268,7 +268,8 @@ LMCACHE = (
         "local_cpu "
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
         "lookup_timeout_ms blocking_timeout_secs extra_config enable_kv_events remote_serde "
-        "local_cpu_use_hugepages numa_mode reserve_local_cpu_size",
+        "local_cpu_use_hugepages numa_mode reserve_local_cpu_size internal_api_server_enabled "
+        "internal_api_server_socket_path_prefix",
     ),
     *(
         Hook(
@@ -289,7 +290,7 @@ LMCACHE = (
     Hook(
         _CONFIG,
         "_CONFIG_DEFINITIONS.local_disk",
-        replaced_in="lmcache_hybrid/config/parallel.py",
+        replaced_in="lmcache_hybrid/config/folders.py",
     ),
     # The doctor opens every backend, with little memory.
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_cpu_size", replaced_in=_DOCTOR),
@@ -355,7 +356,7 @@ LMCACHE = (
     *attributes(
         "lmcache.v1.memory_allocators.mixed_memory_allocator",
         "MixedMemoryAllocator",
-        "buffer shm_name",
+        "buffer",
     ),
     # lmcache_hybrid/core/lmcache_stats.py
     *(

@@ -69,7 +69,7 @@ READ = (
     Hook(_SPECS, "KVCacheSpec.dcp_sharded"),
     *attributes(_MAMBA, "MambaBase", "get_state_shape get_state_dtype kv_cache get_attn_backend"),
     *attributes(_LAYER, "Attention", "attn_backend kv_cache kv_cache_dtype"),
-    # lmcache_hybrid/worker/page_facts.py
+    # lmcache_hybrid/worker/reviewed_backends.py
     Hook(f"{_BACKENDS}.turboquant_attn", "TurboQuantAttentionImpl._soa_store"),
     Hook(f"{_BACKENDS}.flashinfer", "FlashInferImpl.nvfp4_fa2"),
     Hook(f"{_BACKENDS}.hpc_attn", "HpcAttentionImpl.use_fp8"),

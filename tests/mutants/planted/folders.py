@@ -49,6 +49,10 @@ MISTAKES = {
             "        if status.st_uid != trusted:\n",
             "        if trusted is None:\n",
         ),
+        "folders of data-parallel engines have no trusted owner": (
+            '        check_folder("local_disk", folder, trusted_owner(config))\n',
+            '        check_folder("local_disk", folder)\n',
+        ),
     },
     "lmcache_hybrid/config/lmcache_config.py": {
         "the trusted owner is not told to whoever checks folders": (
@@ -64,12 +68,6 @@ MISTAKES = {
         "a trusted owner who is no user is nobody": (
             "    except (KeyError, ValueError):\n",
             "    except (KeyError, ValueError):\n        return -1\n    except ArithmeticError:\n",
-        ),
-    },
-    "lmcache_hybrid/config/parallel.py": {
-        "folders of data-parallel engines have no trusted owner": (
-            '        check_folder("local_disk", folder, trusted_owner(config))\n',
-            '        check_folder("local_disk", folder)\n',
         ),
     },
     "lmcache_hybrid/storage/tiers/disk.py": {

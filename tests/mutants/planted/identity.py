@@ -48,7 +48,7 @@ MISTAKES = {
             "    return found, installed\n",
         ),
     },
-    "lmcache_hybrid/worker/page_facts.py": {
+    "lmcache_hybrid/worker/reviewed_backends.py": {
         "a base from a second package does not count among what writes pages": (
             "sorted(homes(code) | inherited)",
             "sorted(homes(code))",

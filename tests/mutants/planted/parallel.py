@@ -4,6 +4,16 @@
 from tests.mutants.defect import each_of, gone, never
 
 MISTAKES = {
+    "lmcache_hybrid/config/folders.py": {
+        "data-parallel engines share a folder": (
+            "if not config.local_disk or not engine:",
+            "if not config.local_disk or engine:",
+        ),
+        "the folder of the first data-parallel engine moves": (
+            "if not config.local_disk or not engine:",
+            "if not config.local_disk:",
+        ),
+    },
     "lmcache_hybrid/config/parallel.py": {
         "prompts that are split over ranks are served": (
             '"prefill_context_parallel_size", 1)) > 1:',
@@ -16,14 +26,6 @@ MISTAKES = {
         "stages that never save are served": (
             "vllm_config.speculative_config and not vllm_config.use_v2_model_runner",
             "False",
-        ),
-        "data-parallel engines share a folder": (
-            "if not config.local_disk or not engine:",
-            "if not config.local_disk or engine:",
-        ),
-        "the folder of the first data-parallel engine moves": (
-            "if not config.local_disk or not engine:",
-            "if not config.local_disk:",
         ),
         "a prefix cache that is off after all is served": never(
             "    if not vllm_config.cache_config.enable_prefix_caching:\n"

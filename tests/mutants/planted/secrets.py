@@ -20,6 +20,8 @@ MISTAKES = {
             "        return blake3(self.key_id + fingerprint).digest(length=len(fingerprint))\n",
             "        return fingerprint\n",
         ),
+    },
+    "lmcache_hybrid/core/secret_files.py": {
         "a key that everybody can read is taken": (
             "if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):",
             "if status.st_mode & stat.S_IWGRP:",

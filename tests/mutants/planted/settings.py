@@ -460,7 +460,7 @@ MISTAKES = {
             "    if transfer.kv_connector != CONNECTOR:\n        return\n    if False:  # it reads",
         ),
     },
-    "lmcache_hybrid/core/digests.py": {
+    "lmcache_hybrid/core/secret_files.py": {
         "a key in place of its file is shown": (
             "        if not is_path(path):",
             "        if False:",

@@ -279,6 +279,30 @@ def test_a_server_with_too_many_clients_is_told_once_with_what_to_write(tmp_path
     assert "it says 'ERR max number of clients reached'; raise maxclients there" in line
 
 
+LONG = 2 << 20  # bytes
+
+
+def test_a_server_that_takes_no_record_so_long_is_told_once_with_what_to_write(
+    tmp_path, hybrid_log
+):
+    """It closes the connection in the middle of the value."""
+    with ValkeyServer(config={"proto-max-bulk-len": "1mb"}) as server:
+        url = f"redis://localhost:{server.port}"
+        one = Box(
+            "redis", tmp_path, None, remote_url=url, max_payload=2 << 20, max_local_cpu_size=0.02
+        )
+        try:
+            put(one.store, KEYS[:3], LONG)
+            until(lambda: one.store.failed_writes["RemoteBackend"] == 3, "nothing was counted")
+            put(one.store, KEYS[3:], SIZE)
+            until(lambda: len(one.store.locate(KEYS)) == 1, "a short one was not stored")
+        finally:
+            one.close()
+    (line,) = [r.getMessage() for r in hybrid_log.records if "refuses records" in r.getMessage()]
+    assert "it says 'ERR Protocol error: invalid bulk length' to a record" in line
+    assert "raise proto-max-bulk-len there" in line
+
+
 IN_FILE = f"the file that {PASSWORD_FILE} names"
 AUTH_PASS = f"sentinel auth-pass {Sentinels.service} secret"
 
