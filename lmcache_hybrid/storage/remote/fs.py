@@ -104,7 +104,6 @@ class HybridFSConnector(RecordConnector):
         """
         super().__init__(context)
         self._pool = context.local_cpu_backend
-        self._seconds = float(context.config.blocking_timeout_secs)
         self._folders = tuple(folders)
         for folder in self._folders:
             os.makedirs(folder, exist_ok=True)
@@ -121,7 +120,6 @@ class HybridFSConnector(RecordConnector):
             stack.pop_all()
         self._reading, self._put = BusyThreads(READERS), BusyThreads(WRITERS)
         self._asking = BusyThreads(ASKERS)
-        self._writes: set[Future[None]] = set()
         self._said: set[tuple[str, int | None]] = set()
 
     def path(self, key: CacheEngineKey) -> str:
@@ -175,10 +173,6 @@ class HybridFSConnector(RecordConnector):
 
     # Writing
 
-    @property
-    def writing(self) -> int:
-        return len(self._writes)
-
     def support_batched_put(self) -> bool:
         return True
 
@@ -206,25 +200,9 @@ class HybridFSConnector(RecordConnector):
                 raise ConnectionError("given up before all was written")
             end.result()
 
-    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
-        await self.batched_put([key], [memory_obj])
-
     def _submit(self, key: CacheEngineKey, memory: MemoryObj) -> Future[None]:
-        def ended(job: Future[None]) -> None:
-            self._writes.discard(job)
-            self.in_flight.end(key)
-            memory.ref_count_down()
-            if job.cancelled() or job.exception() is not None:
-                self.failed(1)
-            else:
-                self.written(key)
-
         job = self._writers.submit(self._write, key, memory)
-        # A cancelled caller drops its own reference while the write may go on.
-        memory.ref_count_up()
-        self.in_flight.begin(key)
-        self._writes.add(job)
-        job.add_done_callback(ended)
+        self.follow(job, key, memory)
         return job
 
     def _write(self, key: CacheEngineKey, memory: MemoryObj) -> None:
@@ -248,9 +226,6 @@ class HybridFSConnector(RecordConnector):
 
     async def exists(self, key: CacheEngineKey) -> bool:
         return await awaited(self._question(record_io.holds, self.path(key)))
-
-    def exists_sync(self, key: CacheEngineKey) -> bool:
-        return self.existing([key], self._seconds)[0]
 
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
         """See :meth:`RecordConnector.existing`. A file that cannot be looked up is a miss.
@@ -335,8 +310,7 @@ class HybridFSConnector(RecordConnector):
 
     async def close(self) -> None:
         """Wait for queued writes, and end all threads that are not stuck."""
-        if writes := list(map(awaited, set(self._writes))):
-            await asyncio.wait(writes, timeout=FLUSH_SECONDS)
+        await self.flush(FLUSH_SECONDS)
         for threads in (self._readers, self._writers, self._askers, self._uses):
             threads.close()
 

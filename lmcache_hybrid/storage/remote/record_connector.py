@@ -71,11 +71,44 @@ class RecordConnector(RemoteConnector):
         self.written = lambda key: None
         self.rewritten = lambda size: None
         self.in_flight = WritesInFlight()
+        self._seconds = float(context.config.blocking_timeout_secs)
+        self._writes: set[Future[None]] = set()
 
     @property
-    @abc.abstractmethod
     def writing(self) -> int:
         """The number of writes queued or in flight."""
+        return len(self._writes)
+
+    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
+        await self.batched_put([key], [memory_obj])
+
+    def follow(self, job: Future[None], key: CacheEngineKey, memory: MemoryObj) -> None:
+        """Count a queued write, and hold its memory, until it has ended.
+
+        A cancelled caller drops its own reference while the write may go on.
+        """
+
+        def ended(job: Future[None]) -> None:
+            self._writes.discard(job)
+            self.in_flight.end(key)
+            memory.ref_count_down()
+            if job.cancelled() or job.exception() is not None:
+                self.failed(1)
+            else:
+                self.written(key)
+
+        memory.ref_count_up()
+        self.in_flight.begin(key)
+        self._writes.add(job)
+        job.add_done_callback(ended)
+
+    async def flush(self, seconds: float) -> None:
+        """Wait until the writes that are queued or in flight have ended."""
+        if writes := list(map(awaited, set(self._writes))):
+            await asyncio.wait(writes, timeout=seconds)
+
+    def exists_sync(self, key: CacheEngineKey) -> bool:
+        return self.existing([key], self._seconds)[0]
 
     def cause(self, error: Exception) -> str:
         """Find the words for why a server cannot be used as configured. May ask it, and so block.

@@ -81,7 +81,6 @@ class HybridRedisConnector(RecordConnector):
         super().__init__(context)
         self._url = url
         self._pool = context.local_cpu_backend
-        self._seconds = float(context.config.blocking_timeout_secs)
         if url.lower().startswith(clients.SENTINEL):
             self._seconds = float(os.environ.get(SENTINEL_TIMEOUT) or self._seconds)
         self._servers = servers_at(
@@ -101,7 +100,6 @@ class HybridRedisConnector(RecordConnector):
             stack.callback(self._writers.shutdown)
             self._askers = started(ASKERS, "hybrid-redis-ask", unbound)
             stack.pop_all()
-        self._writes: set[Future[None]] = set()
         # Coroutines that wait for a thread; used on LMCache's loop only.
         self._calls: set[asyncio.Task[Any]] = set()
         self._refusals = Refusals(printable(without_password(url)), self.cause)
@@ -153,10 +151,6 @@ class HybridRedisConnector(RecordConnector):
 
     # Writing
 
-    @property
-    def writing(self) -> int:
-        return len(self._writes)
-
     def support_batched_put(self) -> bool:
         return True
 
@@ -178,26 +172,9 @@ class HybridRedisConnector(RecordConnector):
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
-        await self.batched_put([key], [memory_obj])
-
     def _submit(self, key: CacheEngineKey, memory: MemoryObj) -> asyncio.Future[None]:
-        # A cancelled caller drops its own reference while the write may go on.
-        memory.ref_count_up()
-
-        def written(job: Future[None]) -> None:
-            self._writes.discard(job)
-            self.in_flight.end(key)
-            memory.ref_count_down()
-            if job.cancelled() or job.exception() is not None:
-                self.failed(1)
-            else:
-                self.written(key)
-
         job = self._writers.submit(self._write, key, memory, time.monotonic())
-        self.in_flight.begin(key)
-        self._writes.add(job)
-        job.add_done_callback(written)
+        self.follow(job, key, memory)
         return self._awaited(job)
 
     def _write(self, key: CacheEngineKey, memory: MemoryObj, asked: float) -> None:
@@ -248,9 +225,6 @@ class HybridRedisConnector(RecordConnector):
     async def exists(self, key: CacheEngineKey) -> bool:
         job = self._askers.submit(self._existing, [key], self._seconds)
         return (await self._awaited(job))[0]
-
-    def exists_sync(self, key: CacheEngineKey) -> bool:
-        return self.existing([key], self._seconds)[0]
 
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
         return self._ask(self._existing, keys, seconds)
@@ -367,8 +341,7 @@ class HybridRedisConnector(RecordConnector):
 
     async def close(self) -> None:
         """Wait for queued writes, then end the threads, the connections and who waits for them."""
-        if writes := list(map(awaited, set(self._writes))):
-            await asyncio.wait(writes, timeout=FLUSH_SECONDS)
+        await self.flush(FLUSH_SECONDS)
         self._refusals.close()
         for threads in (self._readers, self._writers, self._askers):
             threads.shutdown(wait=False, cancel_futures=True)

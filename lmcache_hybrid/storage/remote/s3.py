@@ -75,7 +75,6 @@ class HybridS3Connector(RecordConnector):
         """
         super().__init__(context)
         self._theirs = theirs
-        self._seconds = float(context.config.blocking_timeout_secs)
         self._writers = asyncio.Semaphore(WRITERS)
         self._writing: set[asyncio.Task] = set()
         self._in_flight: set[S3Request] = set()

@@ -28,12 +28,6 @@ MISTAKES = {
             '        """Note progress of a call."""\n        self._moved = time.monotonic()\n',
             '        """Note progress of a call."""\n',
         ),
-        "a failed write of a file is not counted": passes("                self.failed(1)\n"),
-        "a failed write of a file keeps its buffer": (
-            "            memory.ref_count_down()\n            if job.cancelled()",
-            "            job.cancelled() or memory.ref_count_down()\n"
-            "            if job.cancelled()",
-        ),
         "a late read of a file loses its memory": passes(
             "            job.add_done_callback(release_unread)\n"
         ),
@@ -46,9 +40,6 @@ MISTAKES = {
             "        if self._asking.stuck(1 << 30):\n",
         ),
         "a load that is late reads a whole file": passes("            part.got(size)\n"),
-        "closing forgets queued writes to a folder": passes(
-            "            await asyncio.wait(writes, timeout=FLUSH_SECONDS)\n"
-        ),
     },
     "lmcache_hybrid/storage/folder/record_io.py": {
         "a planted link under a temporary name is written through": (

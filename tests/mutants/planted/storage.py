@@ -5,6 +5,19 @@ from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/remote/record_connector.py": {
+        "a failed write is not counted": passes("                self.failed(1)\n"),
+        "a failed write keeps its memory": (
+            "            memory.ref_count_down()\n            if job.cancelled()",
+            "            job.cancelled() or memory.ref_count_down()\n"
+            "            if job.cancelled()",
+        ),
+        "memory is given back while it is written": (
+            "        memory.ref_count_up()\n",
+            "        memory.ref_count_up()\n        memory.ref_count_down()\n",
+        ),
+        "closing forgets queued writes": passes(
+            "            await asyncio.wait(writes, timeout=seconds)\n"
+        ),
         "a store that LMCache's health monitor has switched off stays off": (
             "self.meta_shapes, self.meta_dtypes = [record_shape(CHECKED_BYTES)], [torch.uint8]",
             "self.meta_shapes = [record_shape(CHECKED_BYTES)]",
@@ -42,11 +55,6 @@ MISTAKES = {
         "a cancelled read from Redis loses its memory": gone(
             "            job.add_done_callback(release_unread)\n"
         ),
-        "memory is given back while it is sent": (
-            "        memory.ref_count_up()\n",
-            "        memory.ref_count_up()\n        memory.ref_count_down()\n",
-        ),
-        "failed writes to Redis are not counted": passes("                self.failed(1)\n"),
         "a thread to Redis is started when there is work for it": (
             '            self._writers = started(WRITERS, "hybrid-redis-write", unbound)\n',
             "            from concurrent.futures import ThreadPoolExecutor as lazy\n\n"
@@ -60,7 +68,6 @@ MISTAKES = {
             "begun >= SILENT_SECONDS:",
             "begun >= 0:",
         ),
-        "queued writes are dropped at shutdown": ("timeout=FLUSH_SECONDS)", "timeout=0)"),
         "a connection that the server closed fails the read that finds it": (
             "        except TRY_AGAIN as failure:\n            error = failure\n        with",
             "        except ZeroDivisionError as failure:\n            error = failure\n"
