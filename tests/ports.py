@@ -16,17 +16,18 @@ _claims: list[socket.socket] = []
 def free_ports(count: int) -> list[int]:
     """Ports on which nobody listens.
 
-    They lie below the range that the kernel gives away, and tests side by side are given
-    different ones: an engine listens half a minute after its port was chosen.
+    They lie below the range that the kernel gives away, if that leaves room, and tests side by
+    side are given different ones: an engine listens half a minute after its port was chosen.
     """
-    (highest, _) = map(int, EPHEMERAL.read_text().split())
+    (first_given, _) = map(int, EPHEMERAL.read_text().split())
+    end = first_given if first_given > LOWEST else 1 << 16
     found: list[int] = []
-    for port in random.SystemRandom().sample(range(LOWEST, highest), highest - LOWEST):
-        if len(found) == count:
-            return found
+    for port in random.SystemRandom().sample(range(LOWEST, end), end - LOWEST):
         if _is_free(port) and _claim(port):
             found.append(port)
-    raise OSError(f"fewer than {count} free ports from {LOWEST} to {highest}")
+        if len(found) == count:
+            return found
+    raise OSError(f"fewer than {count} free ports from {LOWEST} to {end - 1}")
 
 
 def free_port() -> int:

@@ -117,7 +117,8 @@ def wake(engine: Engine) -> None:
 def after_plain_read(engine: Engine, ids: list[int], kind: str) -> tuple[float, int, int]:
     """:func:`first_token` of a hit in vLLM's own cache, and of a plain read right before it.
 
-    No connector can be faster: the prompt's step cannot begin before all is loaded.
+    The prompt's step cannot begin before all is loaded, so a connector whose reads are plain ones
+    takes as long.
     """
     wake(engine)
     reading = engine.call("run", function=f"{READS}:read", kind=kind)

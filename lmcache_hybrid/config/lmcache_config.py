@@ -349,17 +349,17 @@ def _check_numa(config: "LMCacheEngineConfig") -> None:
 
 
 def _check_api_server(config: "LMCacheEngineConfig", ranks: int) -> None:
-    """Refuse a first port of LMCache's internal API server with which not all ranks have one."""
-    option, last = "internal_api_server_port_start", LAST_PORT - ranks
-    first = getattr(config, option)
-    by_ports = (
-        config.internal_api_server_enabled and not config.internal_api_server_socket_path_prefix
-    )
-    # LMCache adds one for each rank, after that of the scheduler.
-    if by_ports and not 0 < first <= last:
+    """Refuse a first port of LMCache's internal API server with which one of them has none."""
+    first = config.internal_api_server_port_start
+    by_port = not config.internal_api_server_socket_path_prefix
+    # LMCache adds nothing for the scheduler, 1 for rank 0, and so on.
+    listed = config.internal_api_server_include_index_list or range(ranks + 1)
+    last = LAST_PORT - max((index for index in listed if index <= ranks), default=0)
+    if config.internal_api_server_enabled and by_port and not 0 < first <= last:
         raise ConfigError(
-            f"LMCache option {option}={first} is no port, or leaves none for each rank; set it to "
-            f"a number from 1 to {last}, or remove it for LMCache's default."
+            f"LMCache option internal_api_server_port_start={first} is no port, or leaves too few "
+            f"for the ranks; set it to a number from 1 to {last}, or remove it for LMCache's "
+            "default."
         )
 
 

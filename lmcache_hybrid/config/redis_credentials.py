@@ -103,25 +103,41 @@ def _login_and_rest(url: str) -> tuple[str, str]:
     """Split a URL into its login ("" for none) and the URL without it."""
     scheme, separator, rest = url.partition("://")
     several = scheme.lower() in SEVERAL_HOSTS
-    if not separator or scheme.lower() in ("fs", "file"):
+    if not separator or scheme.lower() in ("fs", "file") or _ends_in_login(url):
         return "", url
     # In other URLs a path or a query may also contain an "@".
     login, at, _ = (rest if several else re.split("[/?#]", rest)[0]).rpartition("@")
     return login, f"{scheme}://{rest[len(login) + len(at) :]}"
 
 
+def _ends_in_login(url: str) -> bool:
+    """Whether a sign / ? # of the login, not escaped, ends the part of a URL that has it."""
+    scheme, _, rest = url.partition("://")
+    before, at, _ = rest.rpartition("@")
+    if scheme.lower() not in ("redis", "rediss") or not at:
+        return False
+    path, asks, query = before.partition("?")
+    # A query may hold an "@". No database does, and there are no fragments.
+    return "#" in before or (not query.count("=") if asks else "/" in path)
+
+
 def split_url(url: str) -> SplitResult:
     """Parse a URL.
 
     Raises:
-        ValueError: it names several servers where one is meant; its port is not a number, often
-            because the password contains a "/"; its database is none, which redis-py takes for 0;
-            or its query has a bad value. The message quotes no part of the URL, unlike Python's.
+        ValueError: it names several servers where one is meant; its password contains a sign
+            that is not escaped; its port is not a number; its database is none, which redis-py
+            takes for 0; or its query has a bad value. The message quotes no part of the URL,
+            unlike Python's.
     """
+    if _ends_in_login(url):
+        raise ValueError(
+            "its password has a sign that ends it; write the signs / ? # @ of a password as %2F "
+            "%3F %23 %40"
+        )
     try:
         parts = urlsplit(url)
-        # With an "@" behind it, it is the password that is cut off at a "/".
-        several = "," in parts.netloc.rpartition("@")[2] and "@" not in parts.path
+        several = "," in parts.netloc.rpartition("@")[2]
         if parts.scheme in ("redis", "rediss") and not several:
             parts.port  # noqa: B018
     except ValueError:

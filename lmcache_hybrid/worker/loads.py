@@ -264,9 +264,9 @@ class LoadQueue:
         most = self._part_bytes if load.deadline == math.inf else 1
         larger = max(most, min(size // FEWEST, LARGER * most))
         self._threads.each(restore, list(in_parts(targets, self._pages, larger)), size)
-        # Retry alone: other parts may have held the memory that these needed.
+        # Retry alone, record by record: other parts may have held the memory that these needed.
         for part in crowded_out:
-            for piece in in_parts(part, self._pages, most):
+            for piece in in_parts(part, self._pages, 1):
                 self._check_wanted(load)
                 pace.check()
                 self._restore_part(claim, piece, after, pace)

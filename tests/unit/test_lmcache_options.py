@@ -407,3 +407,5 @@ def test_ports_that_nobody_listens_on_are_accepted():
     by_files = api_server(70000, internal_api_server_socket_path_prefix="/tmp/api/server")
     assert refusals(by_files, BLOCK) == []
     assert refusals(lmcache_config(internal_api_server_port_start=70000), BLOCK) == []
+    of_scheduler = api_server(65535, internal_api_server_include_index_list=[0, 9])
+    assert refusals(of_scheduler, BLOCK, ranks=2) == []

@@ -319,7 +319,10 @@ def test_a_password_in_a_plugins_url_is_hidden(monkeypatch, heard):
     assert not [line for line in heard if "secret" in line]
 
 
-@pytest.mark.parametrize("signs", ["se/cret", "se?cret", "se#cret", "se/cr@et"])
+@pytest.mark.parametrize(
+    "signs",
+    ["se/cret", "se?cret", "se#cret", "se/cr@et", "se@c/ret", "se@c#ret", "12#cret", "12/@cret"],
+)
 @pytest.mark.parametrize("use", [parts_of, connect])
 def test_a_password_with_signs_of_a_url_is_told_without_it(use, signs):
     with pytest.raises((ConfigError, StoreError), match="%2F") as error:

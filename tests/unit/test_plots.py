@@ -164,7 +164,9 @@ def limit(root: ElementTree.Element) -> float:
 
 def test_performance_has_dots_on_a_logarithmic_axis(tmp_path: Path) -> None:
     root = draw("performance", tmp_path)
-    seconds = figures("performance")["answers"]["repeats"]["seconds"]
+    asked = figures("performance")["answers"]["repeats"]["seconds"]
+    # Plain reads are in the table alone.
+    seconds = {arm: each for arm, each in asked.items() if not arm.startswith("plain ")}
     ticks = {text.text: float(text.get("x", "nan")) for text in root.iter(f"{SVG}text")}
     left, decade = ticks["0.1 s"], ticks["1 s"] - ticks["0.1 s"]
 

@@ -389,7 +389,7 @@ def test_the_list_for_scripts():
         ),
         (
             ["Qwen3.6-27B", "--tp", "16", "--decode-context-parallel-size", "4"],
-            "--decode-context-parallel-size 4 does not divide the 6 query heads for each",
+            "--decode-context-parallel-size 4 does not divide the 6 query heads per",
         ),
         (
             ["Kimi-K3", "--tp", "8", "--decode-context-parallel-size", "3"],

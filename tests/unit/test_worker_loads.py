@@ -139,6 +139,22 @@ def test_a_large_part_that_finds_no_room_goes_in_small_ones(rig, monkeypatch):
     rig.assert_clean()
 
 
+def test_a_part_that_finds_no_room_goes_record_by_record(rig):
+    """As in a pool smaller than a part."""
+    rig = rig().saved()
+    fetch, seen = rig.store.fetch, []
+
+    def crowded(claim, keys):
+        seen.append(len(keys))
+        if len(keys) > 1:
+            raise NoRoomError("no room")
+        return fetch(claim, keys)
+
+    rig.store.fetch = crowded
+    assert restored(rig) and seen == [6, *[1] * 6]
+    rig.assert_clean()
+
+
 @pytest.mark.parametrize("always", [False, True])
 def test_parts_that_find_no_room_go_one_by_one(rig, monkeypatch, always):
     """The ones beside them may have held it."""

@@ -103,7 +103,7 @@ class RecordConnector(RemoteConnector):
         job.add_done_callback(ended)
 
     async def flush(self, seconds: float) -> None:
-        """Wait until the writes that are queued or in flight have ended."""
+        """Wait until the writes that :meth:`follow` counts have ended."""
         if writes := list(map(awaited, set(self._writes))):
             await asyncio.wait(writes, timeout=seconds)
 

@@ -206,7 +206,9 @@ class HybridRedisConnector(RecordConnector):
         except Exception as error:
             if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
-            self._refusals.explain(error, partial(self._refused_size, name, value.nbytes))
+            closed = isinstance(error, (ConnectionError, redis.ConnectionError))
+            said = partial(self._refused_size, name, value.nbytes) if closed else lambda: None
+            self._refusals.explain(error, said)
             raise
 
     def _refused_size(self, name: str, size: int) -> Exception | None:
@@ -214,8 +216,8 @@ class HybridRedisConnector(RecordConnector):
         refused, deadline = None, time.monotonic() + redis_failures.CAUSE_SECONDS
         with suppress(redis.RedisError, OSError), self._servers.of(name).connection() as sock:
             refused = sockets.refused_size(sock, _encoded(name), size, deadline)
-            raise ConnectionError("half a command was sent")
-        return refused
+            raise redis.RedisError("half a command was sent")
+        return refused and redis.ResponseError(f"{refused} for {size:,} bytes")
 
     def cause(self, error: Exception) -> str:
         return redis_failures.cause_of_failure(self._url, error)

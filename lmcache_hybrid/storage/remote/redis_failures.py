@@ -79,10 +79,17 @@ def _explained(who: str, words: str, plain: str) -> str:
             f"{who} says {words.partition('. ')[0]!r}; set a password there and put it into the "
             f"file that {PASSWORD_FILE} names, or set protected-mode to no there"
         )
+    if words.startswith("MISCONF"):
+        return (
+            f"{who} says {words.partition('. ')[0]!r}; make room where it writes snapshots, or set "
+            "stop-writes-on-bgsave-error to no there"
+        )
     if words.startswith("ERR max number of clients"):
         return f"{who} says {words!r}; raise maxclients there, or end clients that it serves"
     if words.startswith("ERR Protocol error: invalid bulk length"):
-        return f"{who} says {words!r} to a record; raise proto-max-bulk-len there"
+        said, _, size = words.partition(" for ")
+        long = f" to a record of {size}; raise proto-max-bulk-len there above that"
+        return f"{who} says {said!r}{long if size else '; raise proto-max-bulk-len there'}"
     return f"{who} {plain} turn TLS on there" if plain and words else ""
 
 

@@ -53,8 +53,8 @@ def refused_size(
 ) -> redis.ResponseError | None:
     """Ask whether the server refuses a value because of its size; None if it waits for it.
 
-    It closes the connection of who sends such a value, and its words are lost then. The connection
-    is of no use after this.
+    It closes the connection of a client that sends such a value, and its words are lost then. The
+    connection is of no use after this.
     """
     send(sock, _head_of_set(name, size), deadline)
     try:

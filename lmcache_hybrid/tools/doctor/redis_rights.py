@@ -8,6 +8,7 @@ import redis
 from redis.exceptions import (
     ClusterDownError,
     MasterDownError,
+    MovedError,
     NoPermissionError,
     ReadOnlyError,
 )
@@ -16,17 +17,21 @@ from lmcache_hybrid.config.redis_credentials import connection_options, without_
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.storage.key_names import VALUE, printable
 from lmcache_hybrid.storage.remote.clients import make_client
+from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
 from lmcache_hybrid.tools.doctor.finding import Finding, error, one_line
 from lmcache_hybrid.tools.stored.redis_client import ANSWER_SECONDS, CONNECT_SECONDS, ERRORS
 from lmcache_hybrid.tools.stored.redis_store import PATTERN
 
 # All that an engine sends. With XX nothing is written: no record has this name.
 COMMANDS = (("EXISTS",), ("GET",), ("SET", "x", "XX"), ("DEL",))
+# So many names lie on one node of a cluster, though it has others, once in a million if it owns
+# four fifths of the slots.
+NAMES = 64
 SECONDS = {"socket_connect_timeout": CONNECT_SECONDS, "socket_timeout": ANSWER_SECONDS}
 
 
 def refusal(place: Place) -> Finding | None:
-    """Return what a server that answers refuses to an engine.
+    """Return what a server that answers refuses to an engine, for some records or for all.
 
     None if it refuses nothing, or if another check says it better: it is away, or full, or does
     not know the user.
@@ -46,6 +51,10 @@ def refusal(place: Place) -> Finding | None:
                 client.execute_command(command, name, *rest)
             except redis.ResponseError as failure:
                 refused[command] = failure
+        for number in range(0 if refused else NAMES):
+            client.execute_command("EXISTS", f"{name}{number}")
+    except redis.ResponseError as failure:
+        refused["EXISTS"] = failure
     except (*ERRORS, OSError):
         return None
     finally:
@@ -70,6 +79,13 @@ def _told(place: Place, refused: dict[str, redis.ResponseError]) -> Finding | No
                 "Name one that it has (CONFIG GET databases; by default 0 to 15), or leave the "
                 "number out.",
             )
+        if isinstance(failure, MovedError):
+            cause = cause_of_failure(place.url, failure).partition("; ")[2]
+            return error(
+                place.option,
+                f"{shown} is a node of a cluster, and takes the records of its own slots alone.",
+                f"{cause[:1].upper()}{cause[1:]}.",
+            )
         if help := _help(failure):
             return error(place.option, f"{shown} takes no records; it says: {words}.", help)
     return _denied(place, shown, denied) if denied else None
@@ -81,6 +97,10 @@ def _help(failure: redis.ResponseError) -> str:
         return "Name the primary, or the sentinels that know it (redis-sentinel://)."
     if isinstance(failure, ClusterDownError):
         return "Start the cluster's nodes that are away; redis-cli --cluster check names its gaps."
+    if str(failure).startswith("MISCONF"):
+        return (
+            "Make room where it writes snapshots, or set stop-writes-on-bgsave-error to no there."
+        )
     if str(failure).startswith("NOREPLICAS"):
         return "Start its replicas, or lower min-replicas-to-write on the server."
     return ""

@@ -134,8 +134,8 @@ def compute(
     _check_shared(dcp, tp, tp if latent else tp // heads)
     if (queries := shape.attention.queries) % dcp and not latent:  # vLLM: the same function
         raise ConfigError(
-            f"--decode-context-parallel-size {dcp} does not divide the {queries} query heads for "
-            "each key/value head; choose one that does."
+            f"--decode-context-parallel-size {dcp} does not divide the {queries} query heads per "
+            "key/value head; choose one that does."
         )
     # First: "auto" of the other two is often this one.
     conv = shape.recurrent.conv_elements(tp) * _bytes_of("--dtype", shape.dtype, STATE_DTYPES)

@@ -269,7 +269,8 @@ LMCACHE = (
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
         "lookup_timeout_ms blocking_timeout_secs extra_config enable_kv_events remote_serde "
         "local_cpu_use_hugepages numa_mode reserve_local_cpu_size internal_api_server_enabled "
-        "internal_api_server_socket_path_prefix",
+        "internal_api_server_socket_path_prefix internal_api_server_port_start "
+        "internal_api_server_include_index_list",
     ),
     *(
         Hook(

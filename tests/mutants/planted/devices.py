@@ -77,13 +77,13 @@ MISTAKES = {
             "most = self._part_bytes if load.deadline == math.inf else 1",
             "most = self._part_bytes",
         ),
-        "of a part that found no room only the beginning is restored": (
-            "for piece in in_parts(part, self._pages, most):",
-            "for piece in list(in_parts(part, self._pages, most))[:1]:",
+        "a part that found no room is tried as a whole again": (
+            "in_parts(part, self._pages, 1)",
+            "in_parts(part, self._pages, most)",
         ),
-        "a large part that finds no room is not tried in small ones": (
-            "for piece in in_parts(part, self._pages, most):",
-            "for piece in (part,):",
+        "of a part that found no room only the beginning is restored": (
+            "for piece in in_parts(part, self._pages, 1):",
+            "for piece in list(in_parts(part, self._pages, 1))[:1]:",
         ),
         "a load waits for the mark of an earlier step": (
             "        after = self._copies.mark()\n",

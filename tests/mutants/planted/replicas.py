@@ -121,6 +121,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/sizing/blocks.py": {
+        "query heads that ranks cannot share are planned": (
+            "shape.attention.queries) % dcp and not latent:",
+            "shape.attention.queries) % dcp and latent:",
+        ),
         "plan counts states once in shared stores": (
             "latent and kind == ATTENTION and dcp == 1",
             "latent and dcp == 1",

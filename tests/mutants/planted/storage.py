@@ -41,6 +41,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/remote/redis.py": {
+        "a server that closes connections is not asked whether a value is too long": (
+            "if closed else lambda: None",
+            "if False else lambda: None",
+        ),
         "a connector to Redis that cannot start all threads leaves some": gone(
             "            stack.callback(self._readers.shutdown)\n"
         ),
@@ -293,6 +297,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/config/redis_credentials.py": {
+        "a password is cut off at a sign that is not escaped": never(
+            "    if _ends_in_login(url):\n"
+        ),
         "a URL without slashes is shown with its password": (
             '        return url.rpartition("@")[2]\n',
             "        return url\n",

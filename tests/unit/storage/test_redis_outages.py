@@ -299,8 +299,8 @@ def test_a_server_that_takes_no_record_so_long_is_told_once_with_what_to_write(
         finally:
             one.close()
     (line,) = [r.getMessage() for r in hybrid_log.records if "refuses records" in r.getMessage()]
-    assert "it says 'ERR Protocol error: invalid bulk length' to a record" in line
-    assert "raise proto-max-bulk-len there" in line
+    assert "it says 'ERR Protocol error: invalid bulk length' to a record of 2,097," in line
+    assert "bytes; raise proto-max-bulk-len there above that" in line
 
 
 IN_FILE = f"the file that {PASSWORD_FILE} names"
