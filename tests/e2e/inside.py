@@ -142,9 +142,10 @@ class Inside:
         """
         from vllm import SamplingParams
 
-        fetch, gate = self._store.fetch, threading.Event()
+        fetch, begun, gate = self._store.fetch, threading.Event(), threading.Event()
 
         def slow(claim, keys):
+            begun.set()
             assert gate.wait(60)
             return fetch(claim, keys)
 
@@ -157,6 +158,7 @@ class Inside:
                 params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
                 engine.add_request(name, {"prompt_token_ids": ids}, params)
             self._step(lambda: len(self._worker.loads) == len(prompts))
+            assert begun.wait(30)  # else its thread may be so late that it is cancelled
             loading = len(self._worker.loads)
             engine.abort_request(names)
             for _ in range(5):
