@@ -38,7 +38,7 @@ EVICTING = ("allkeys-lru", "allkeys-lfu", "allkeys-random", "allkeys-lrm")
 
 
 def check_memory(context: Context) -> Iterator[Finding]:
-    """Check that memory is enough for LMCache's pools, one per rank, taken at start-up."""
+    """Check that memory is enough for the pools of this host's ranks, taken at start-up."""
     if context.config is None:
         return
     wanted = int(context.config.max_local_cpu_size * GIB)
@@ -52,14 +52,16 @@ def check_memory(context: Context) -> Iterator[Finding]:
     there = f"{size_text(free)} are available"
     if limit < free:
         free, there = int(limit), f"this container may use {size_text(int(limit))}"
+    here = context.local_ranks
     message = f"max_local_cpu_size takes {size_text(wanted)} per rank, {there}"
-    if wanted > free:
+    if wanted * here > free:
+        message += f", and this engine has {here} ranks here" if here > 1 else ""
         yield warning("memory", f"{message}.", "Lower max_local_cpu_size, or free memory.")
         return
     ranks = free // wanted if wanted else 0
     message += f": enough for {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
     fallback = rounded(wanted)
-    if compiled_part_missing(device_ops) and fallback > free:
+    if compiled_part_missing(device_ops) and fallback * here > free:
         yield warning(
             "memory",
             f"{message}, but {size_text(fallback)} per rank where CUDA cannot pin it as it is.",
@@ -122,9 +124,9 @@ def check_disks(context: Context) -> Iterator[Finding]:
     if config is None:
         return
     limit = int(config.max_local_disk_size * GIB)
-    for part in (config.local_disk or "").split(","):
-        if part.strip():
-            yield _local_disk(Path(part.strip()), limit)
+    disks = [part.strip() for part in (config.local_disk or "").split(",") if part.strip()]
+    for disk in disks:  # LMCache deals them out to the ranks
+        yield _local_disk(Path(disk), limit, -(-context.local_ranks // len(disks)))
     with suppress(ConfigError):  # reported by other checks
         for _, folders in shared_folders(config):
             for folder in folders:
@@ -134,7 +136,8 @@ def check_disks(context: Context) -> Iterator[Finding]:
                 )
 
 
-def _local_disk(path: Path, limit: int) -> Finding:
+def _local_disk(path: Path, limit: int, ranks: int) -> Finding:
+    """Compare a folder's room with the limits of the ranks that write into it."""
     try:
         usage = shutil.disk_usage(_there(path))
         held = sum(file.stat().st_size for file in path.glob("*.pt"))
@@ -143,16 +146,17 @@ def _local_disk(path: Path, limit: int) -> Finding:
     if not usage.total:
         return _without_size(path)
     free = usage.free
-    missing = max(0, limit - held) - free
+    missing = max(0, limit * ranks - held) - free
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
     message = (
         f"{path} has {size_text(free)} free and holds {size_text(held)} of max_local_disk_size "
-        f"{size_text(limit)}"
+        f"{size_text(limit)}{each}"
     )
     if missing <= 0:
         return ok("disk space", f"{message}.")
     fitting, fix = free + held, f"Free {size_text(missing)}"
     if fitting > FULL_BYTES:
-        fix += f", or set max_local_disk_size to at most {in_gib(fitting)}"
+        fix += f", or set max_local_disk_size to at most {in_gib(fitting // ranks)}"
     return (error if free < FULL_BYTES else warning)(
         "disk space", f"{message}, so the disk is full before LMCache evicts.", f"{fix}."
     )

@@ -166,6 +166,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/doctor/capacity.py": {
+        "the doctor counts the memory of one rank": (
+            "if wanted * here > free:",
+            "if wanted > free:",
+        ),
         "the doctor gives each rank the whole of a shared store": gone(
             "    taken *= model.ranks if tier.shared else 1\n"
         ),

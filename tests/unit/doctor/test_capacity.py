@@ -156,6 +156,30 @@ def test_memory_that_torch_would_round(context, monkeypatch, size, compiled, sta
     assert ("PYTORCH_ALLOC_CONF" in finding.fix) == (size == 39 and not compiled)
 
 
+@pytest.mark.parametrize("ranks, status", [(8, OK), (9, WARNING)])
+def test_memory_and_disk_are_for_all_ranks_of_the_host(
+    context, monkeypatch, tmp_path, ranks, status
+):
+    memory = SimpleNamespace(available=40 << 30)
+    monkeypatch.setattr(capacity.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(capacity, "compiled_part_missing", lambda ops: False)
+    usage = SimpleNamespace(free=40 << 30, total=100 << 30)
+    monkeypatch.setattr(capacity.shutil, "disk_usage", lambda path: usage)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    model = replace(MODEL, local_ranks=ranks)
+    disks = {"local_disk": ",".join(map(str, folders)), "max_local_disk_size": 10}
+    found = context(max_local_cpu_size=5, model=model, **disks)
+    told = only(assert_sentences(check_memory(found)))
+    assert told.status == status
+    assert (f"this engine has {ranks} ranks here" in told.message) is (status == WARNING)
+    # Two folders: each has half of the ranks, or one more.
+    for told in assert_sentences(check_disks(found)):
+        assert told.status == status and f"for each of {-(-ranks // 2)} ranks" in told.message
+        assert ("at most 8.0" in told.fix) is (status == WARNING)
+
+
 @pytest.mark.parametrize("size, status", [(5, OK), (9, WARNING)])
 @pytest.mark.parametrize("huge", [False, True])
 def test_memory_of_a_container(context, monkeypatch, size, status, huge):
