@@ -34,14 +34,15 @@ class Front:
         port: on the loopback address; free.
         target: port of the server on the same address.
         certificate: of :func:`make_certificate`.
+        strict: end connections that come without TLS.
 
     Attributes:
         plain: who came without TLS, by their ports.
     """
 
-    def __init__(self, port: int, target: int, certificate: Path) -> None:
+    def __init__(self, port: int, target: int, certificate: Path, *, strict: bool = False) -> None:
         self.plain: list[int] = []
-        self._target = target
+        self.port, self._target, self._strict = port, target, strict
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(certificate, certificate.with_suffix(".key"))
         self._listening = socket.create_server(("127.0.0.1", port), backlog=64)
@@ -65,6 +66,9 @@ class Front:
                 client = self._context.wrap_socket(client, server_side=True)
             else:
                 self.plain.append(port)
+                if self._strict:
+                    client.close()
+                    return
             server = socket.create_connection(("127.0.0.1", self._target))
             threading.Thread(target=_pass_on, args=(server, client), daemon=True).start()
             _pass_on(client, server)

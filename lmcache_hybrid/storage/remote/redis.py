@@ -217,7 +217,7 @@ class HybridRedisConnector(RecordConnector):
         with suppress(redis.RedisError, OSError), self._servers.of(name).connection() as sock:
             refused = sockets.refused_size(sock, _encoded(name), size, deadline)
             raise redis.RedisError("half a command was sent")
-        return refused and redis.ResponseError(f"{refused} for {size:,} bytes")
+        return refused
 
     def cause(self, error: Exception) -> str:
         return redis_failures.cause_of_failure(self._url, error)

@@ -3,6 +3,7 @@
 
 import os
 import socket
+import ssl
 import time
 from typing import Any
 
@@ -38,8 +39,9 @@ _NO_LOGIN = ("NOAUTH", "Authentication required", "HELLO must be called")
 def cause_of_failure(url: str, error: Exception) -> str:
     """Ask a server of a URL, without login and TLS, why it cannot be used. Blocks.
 
-    redis-py loses what a server in protected mode says before it closes the connection, and a
-    handshake with one without TLS may only time out. Sentinels do not name a primary that refuses
+    redis-py loses what a server in protected mode says before it closes the connection, one that
+    speaks TLS alone closes it without a word, and a handshake with one without TLS may only time
+    out. Sentinels do not name a primary that refuses
     them, too: they take it for down.
 
     Args:
@@ -65,7 +67,13 @@ def cause_of_failure(url: str, error: Exception) -> str:
     if scheme == SENTINEL:
         return _behind_sentinels(url, error, plain)
     place = hosts_of(url)[0] if scheme == CLUSTER else _place_of(url)
-    return _explained("it", _first_words(place), plain)
+    words = _first_words(place)
+    if not tls and not words and _speaks_tls(place):
+        instead = f"set {CA_FILE} to its certificates"
+        if scheme == "redis":
+            instead = f"write rediss:// in place of redis://, and {instead} if they are your own"
+        return f"it speaks TLS alone; {instead}"
+    return _explained("it", words, plain)
 
 
 def _explained(who: str, words: str, plain: str) -> str:
@@ -87,9 +95,7 @@ def _explained(who: str, words: str, plain: str) -> str:
     if words.startswith("ERR max number of clients"):
         return f"{who} says {words!r}; raise maxclients there, or end clients that it serves"
     if words.startswith("ERR Protocol error: invalid bulk length"):
-        said, _, size = words.partition(" for ")
-        long = f" to a record of {size}; raise proto-max-bulk-len there above that"
-        return f"{who} says {said!r}{long if size else '; raise proto-max-bulk-len there'}"
+        return f"{who} says {words!r} to a long record; raise proto-max-bulk-len there"
     return f"{who} {plain} turn TLS on there" if plain and words else ""
 
 
@@ -144,6 +150,17 @@ def _masters(url: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _place_of(url: str) -> tuple[str, int]:
     parts = split_url(url)
     return parts.hostname or "localhost", parts.port or 6379
+
+
+def _speaks_tls(place: tuple[str, int]) -> bool:
+    """Whether a server takes a TLS handshake, whoever has signed its certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection(place, CAUSE_SECONDS) as sock, context.wrap_socket(sock):
+            return True
+    except (OSError, ValueError):  # ssl's errors, too
+        return False
 
 
 def _first_words(place: tuple[str, int]) -> str:

@@ -322,6 +322,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/remote/redis_failures.py": {
+        "a server that speaks TLS alone only closes connections": (
+            "if not tls and not words and _speaks_tls(place):",
+            "if tls and not words and _speaks_tls(place):",
+        ),
         "what a server in protected mode says is lost": never(
             '    if words.startswith("DENIED"):\n'
         ),
