@@ -101,7 +101,7 @@ bench-prefetch: venv  ## the first token of a prefetched prompt beside a hit in 
 	$(BIN)/python -m benchmarks.prefetch
 
 bench-lossless: venv  ## pages and states compressed and restored: two minutes; to docs/generated/lossless.json
-	$(BIN)/python -m pip install --quiet 'blosc2>=4' 'zipnn>=0.5'
+	$(BIN)/python -m pip install --quiet 'blosc2>=4' 'zipnn>=0.5'  # zipnn needs a C compiler
 	$(BIN)/python -m benchmarks.lossless
 
 bench-folders: venv  ## reads of records in a folder beside plain reads: a minute; to docs/generated/folders.json

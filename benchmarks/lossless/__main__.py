@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m benchmarks.lossless: compressed pages and states beside plain ones.
 
-What real engines have stored in files, compressed and restored in memory by libraries that
-``pip install lmcache-hybrid[lossless]`` brings. Needs the checkout: the engine is that of
-``tests/e2e``.
+What real engines have stored in files, compressed and restored in memory by two libraries, which
+``make bench-lossless`` installs. Needs the checkout: the engine is that of ``tests/e2e``.
 """
 
 import random

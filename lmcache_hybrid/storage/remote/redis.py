@@ -207,8 +207,8 @@ class HybridRedisConnector(RecordConnector):
             if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
             closed = isinstance(error, (ConnectionError, redis.ConnectionError))
-            said = partial(self._refused_size, name, value.nbytes) if closed else lambda: None
-            self._refusals.explain(error, said)
+            ask = partial(self._refused_size, name, value.nbytes) if closed else None
+            self._refusals.explain(error, ask)
             raise
 
     def _refused_size(self, name: str, size: int) -> Exception | None:
@@ -216,7 +216,7 @@ class HybridRedisConnector(RecordConnector):
         refused, deadline = None, time.monotonic() + redis_failures.CAUSE_SECONDS
         with suppress(redis.RedisError, OSError), self._servers.of(name).connection() as sock:
             refused = sockets.refused_size(sock, _encoded(name), size, deadline)
-            raise redis.RedisError("half a command was sent")
+            raise redis.RedisError("half a command was sent")  # so the connection is closed
         return refused
 
     def cause(self, error: Exception) -> str:

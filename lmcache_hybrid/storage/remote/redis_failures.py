@@ -36,13 +36,22 @@ _NO_TLS = (*_CLOSED, redis.TimeoutError, OSError)
 _NO_LOGIN = ("NOAUTH", "Authentication required", "HELLO must be called")
 
 
+# What helps a server that takes no writes because it cannot save its snapshot.
+LET_IT_SAVE = "make room where it writes snapshots, or set stop-writes-on-bgsave-error to no there"
+
+
+def as_cluster(scheme: str) -> str:
+    """Return what to write where a URL with this scheme names a node of a cluster."""
+    files = "" if scheme == "redis" else f", and name its certificates in {CA_FILE}"
+    return f"write redis-cluster://HOST:PORT in place of {scheme}://{files}"
+
+
 def cause_of_failure(url: str, error: Exception) -> str:
     """Ask a server of a URL, without login and TLS, why it cannot be used. Blocks.
 
     redis-py loses what a server in protected mode says before it closes the connection, one that
     speaks TLS alone closes it without a word, and a handshake with one without TLS may only time
-    out. Sentinels do not name a primary that refuses
-    them, too: they take it for down.
+    out. Sentinels do not name a primary that refuses them, too: they take it for down.
 
     Args:
         error: redis-py's. No server is asked if it hides neither.
@@ -52,9 +61,7 @@ def cause_of_failure(url: str, error: Exception) -> str:
     """
     scheme, words = url.partition("://")[0].lower(), str(error).lstrip("-")
     if isinstance(error, MovedError) and scheme in ("redis", "rediss"):
-        files = "" if scheme == "redis" else f", and name its certificates in {CA_FILE}"
-        new = f"redis-cluster://HOST:PORT in place of {scheme}://"
-        return f"it is a node of a cluster; write {new}{files}"
+        return f"it is a node of a cluster; {as_cluster(scheme)}"
     if words.startswith(_NO_LOGIN):
         return f"it asks for a password; put that into the file that {PASSWORD_FILE} names"
     tls = scheme == "rediss" or (scheme in (CLUSTER, SENTINEL) and bool(os.environ.get(CA_FILE)))
@@ -88,10 +95,7 @@ def _explained(who: str, words: str, plain: str) -> str:
             f"file that {PASSWORD_FILE} names, or set protected-mode to no there"
         )
     if words.startswith("MISCONF"):
-        return (
-            f"{who} says {words.partition('. ')[0]!r}; make room where it writes snapshots, or set "
-            "stop-writes-on-bgsave-error to no there"
-        )
+        return f"{who} says {words.partition('. ')[0]!r}; {LET_IT_SAVE}"
     if words.startswith("ERR max number of clients"):
         return f"{who} says {words!r}; raise maxclients there, or end clients that it serves"
     if words.startswith("ERR Protocol error: invalid bulk length"):

@@ -48,20 +48,19 @@ class Refusals:
             words,
         )
 
-    def explain(
-        self, error: Exception, said: Callable[[], Exception | None] = lambda: None
-    ) -> None:
+    def explain(self, error: Exception, ask: Callable[[], Exception | None] | None = None) -> None:
         """Warn once of a server that can never be used as configured. May ask it, once a minute.
 
         Args:
-            said: asks the server for what ``error`` may hide; it gives None for nothing.
+            ask: asks the server for what ``error`` may hide; it gives None for nothing.
         """
         with self._lock:
             now = time.monotonic()
             if self._closed or now < self._asks_at:
                 return
             self._asks_at = now + CAUSE_PAUSE_SECONDS
-        error = said() or error
+        if ask is not None:
+            error = ask() or error
         if cause := self._cause(error):
             self.say(error, cause)
 

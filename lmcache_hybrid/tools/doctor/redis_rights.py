@@ -17,7 +17,7 @@ from lmcache_hybrid.config.redis_credentials import connection_options, without_
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.storage.key_names import VALUE, printable
 from lmcache_hybrid.storage.remote.clients import make_client
-from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
+from lmcache_hybrid.storage.remote.redis_failures import LET_IT_SAVE, as_cluster
 from lmcache_hybrid.tools.doctor.finding import Finding, error, one_line
 from lmcache_hybrid.tools.stored.redis_client import ANSWER_SECONDS, CONNECT_SECONDS, ERRORS
 from lmcache_hybrid.tools.stored.redis_store import PATTERN
@@ -51,8 +51,11 @@ def refusal(place: Place) -> Finding | None:
                 client.execute_command(command, name, *rest)
             except redis.ResponseError as failure:
                 refused[command] = failure
-        for number in range(0 if refused else NAMES):
-            client.execute_command("EXISTS", f"{name}{number}")
+        if not refused and isinstance(client, redis.Redis):
+            many = client.pipeline(transaction=False)
+            for number in range(NAMES):
+                many.execute_command("EXISTS", f"{name}{number}")
+            many.execute()
     except redis.ResponseError as failure:
         refused["EXISTS"] = failure
     except (*ERRORS, OSError):
@@ -80,15 +83,18 @@ def _told(place: Place, refused: dict[str, redis.ResponseError]) -> Finding | No
                 "number out.",
             )
         if isinstance(failure, MovedError):
-            cause = cause_of_failure(place.url, failure).partition("; ")[2]
             return error(
                 place.option,
                 f"{shown} is a node of a cluster, and takes the records of its own slots alone.",
-                f"{cause[:1].upper()}{cause[1:]}.",
+                _sentence(as_cluster(place.url.partition("://")[0])),
             )
         if help := _help(failure):
             return error(place.option, f"{shown} takes no records; it says: {words}.", help)
     return _denied(place, shown, denied) if denied else None
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _help(failure: redis.ResponseError) -> str:
@@ -98,9 +104,7 @@ def _help(failure: redis.ResponseError) -> str:
     if isinstance(failure, ClusterDownError):
         return "Start the cluster's nodes that are away; redis-cli --cluster check names its gaps."
     if str(failure).startswith("MISCONF"):
-        return (
-            "Make room where it writes snapshots, or set stop-writes-on-bgsave-error to no there."
-        )
+        return _sentence(LET_IT_SAVE)
     if str(failure).startswith("NOREPLICAS"):
         return "Start its replicas, or lower min-replicas-to-write on the server."
     return ""

@@ -42,8 +42,8 @@ MISTAKES = {
     },
     "lmcache_hybrid/storage/remote/redis.py": {
         "a server that closes connections is not asked whether a value is too long": (
-            "if closed else lambda: None",
-            "if False else lambda: None",
+            "value.nbytes) if closed else None",
+            "value.nbytes) if False else None",
         ),
         "a connector to Redis that cannot start all threads leaves some": gone(
             "            stack.callback(self._readers.shutdown)\n"

@@ -220,8 +220,8 @@ MISTAKES = {
     },
     "lmcache_hybrid/tools/doctor/redis_rights.py": {
         "a node of a cluster is sound if it owns the slot of one name": (
-            "range(0 if refused else NAMES)",
-            "range(0)",
+            "for number in range(NAMES):",
+            "for number in range(1):",
         ),
         "the doctor takes a user who may not write for one who may": (
             '("SET", "x", "XX"), ("DEL",))',
