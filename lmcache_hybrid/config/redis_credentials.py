@@ -114,11 +114,14 @@ def _ends_in_login(url: str) -> bool:
     """Whether a sign / ? # of the login, not escaped, ends the part of a URL that has it."""
     scheme, _, rest = url.partition("://")
     before, at, _ = rest.rpartition("@")
-    if scheme.lower() not in ("redis", "rediss") or not at:
+    first = re.split("[/?#]", before)[0]
+    if not _has_query(url) or not at or first == before:
         return False
-    path, asks, query = before.partition("?")
-    # A query may hold an "@". No database does, and there are no fragments.
-    return "#" in before or (not query.count("=") if asks else "/" in path)
+    if scheme.lower() == "unix":  # nothing but a login stands before the path
+        return bool(first) and "@" not in first
+    # A query may hold an "@". No database does, and there are no fragments; a host has a name.
+    in_query = "?" in before and "=" in before.partition("?")[2]
+    return "#" in before or not in_query or (before.startswith(":") and "@" not in first)
 
 
 def split_url(url: str) -> SplitResult:
@@ -132,7 +135,7 @@ def split_url(url: str) -> SplitResult:
     """
     if _ends_in_login(url):
         raise ValueError(
-            "its password has a sign that ends it; write the signs / ? # @ of a password as %2F "
+            "its user or password has a sign that ends it; write the signs / ? # @ there as %2F "
             "%3F %23 %40"
         )
     try:

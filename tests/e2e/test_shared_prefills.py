@@ -47,7 +47,7 @@ def test_three_prompts_that_arrive_together(lfm2, share):
         answers = engine.ask_many(prompts)
         engine.settle()
         counts, metrics = engine.counts(), engine.metrics()
-        restored = []
+        own, restored = [engine.ask(prompt) for prompt in prompts], []
         for prompt in prompts:
             engine.forget()
             restored.append(engine.ask(prompt))
@@ -59,6 +59,7 @@ def test_three_prompts_that_arrive_together(lfm2, share):
         assert cached == [0, shared, shared]
     else:
         assert sum(cached) < 2 * shared
-    for answer, again in zip(answers, restored, strict=True):
-        assert again.external == shared + 2 * size
-        assert again.tokens[0] == answer.tokens[0]
+    for hit, again in zip(own, restored, strict=True):
+        assert hit.external == 0 and again.external == again.cached == hit.cached
+        assert again.cached == shared + 2 * size
+        assert again.output == hit.output

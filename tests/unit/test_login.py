@@ -319,6 +319,17 @@ def test_a_password_in_a_plugins_url_is_hidden(monkeypatch, heard):
     assert not [line for line in heard if "secret" in line]
 
 
+@pytest.mark.parametrize("use", [parts_of, connect])
+@pytest.mark.parametrize(
+    "url",
+    ["redis://:12?x=cret@cache:6379", "unix://:12/cret@/run/redis.sock", "unix://:12#cret@/r.sock"],
+)
+def test_a_password_that_looks_like_a_port_or_a_path_is_told_without_it(use, url):
+    with pytest.raises((ConfigError, StoreError), match="%2F") as error:
+        use(url)
+    assert "cret" not in str(error.value) and "12" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "signs",
     ["se/cret", "se?cret", "se#cret", "se/cr@et", "se@c/ret", "se@c#ret", "12#cret", "12/@cret"],

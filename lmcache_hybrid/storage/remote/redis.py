@@ -41,7 +41,7 @@ from lmcache_hybrid.storage.remote.record_connector import (
     release_unread,
 )
 from lmcache_hybrid.storage.remote.refusals import Refusals
-from lmcache_hybrid.storage.remote.servers import TRY_AGAIN, Server, servers_at
+from lmcache_hybrid.storage.remote.servers import CLOSED, TRY_AGAIN, Server, servers_at
 
 READERS = 4
 WRITERS = 2
@@ -206,9 +206,8 @@ class HybridRedisConnector(RecordConnector):
         except Exception as error:
             if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
-            closed = isinstance(error, (ConnectionError, redis.ConnectionError))
-            ask = partial(self._refused_size, name, value.nbytes) if closed else None
-            self._refusals.explain(error, ask)
+            ask = partial(self._refused_size, name, value.nbytes)
+            self._refusals.explain(error, ask if isinstance(error, CLOSED) else None)
             raise
 
     def _refused_size(self, name: str, size: int) -> Exception | None:

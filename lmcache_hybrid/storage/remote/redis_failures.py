@@ -42,7 +42,7 @@ LET_IT_SAVE = "make room where it writes snapshots, or set stop-writes-on-bgsave
 
 def as_cluster(scheme: str) -> str:
     """Return what to write where a URL with this scheme names a node of a cluster."""
-    files = "" if scheme == "redis" else f", and name its certificates in {CA_FILE}"
+    files = f", and name its certificates in {CA_FILE}" if scheme == "rediss" else ""
     return f"write redis-cluster://HOST:PORT in place of {scheme}://{files}"
 
 

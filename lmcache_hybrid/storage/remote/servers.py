@@ -7,6 +7,7 @@ cluster.
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -20,8 +21,10 @@ from lmcache_hybrid.storage.remote import clients
 
 # Max idle connections; each thread that reads or writes needs one.
 KEPT = 8
+# What a connection raises that the server has closed; TLS has errors of its own for that.
+CLOSED = (redis.ConnectionError, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 # After these errors a retry on a new connection, maybe to another server, may succeed.
-TRY_AGAIN = (redis.ConnectionError, ConnectionError, AskError, ReadOnlyError)
+TRY_AGAIN = (*CLOSED, AskError, ReadOnlyError)
 
 
 class Server:

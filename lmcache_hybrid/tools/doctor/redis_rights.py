@@ -54,7 +54,7 @@ def refusal(place: Place) -> Finding | None:
         if not refused and isinstance(client, redis.Redis):
             many = client.pipeline(transaction=False)
             for number in range(NAMES):
-                many.execute_command("EXISTS", f"{name}{number}")
+                many.execute_command("EXISTS", name.replace("@uint8", f"{number:02x}@uint8"))
             many.execute()
     except redis.ResponseError as failure:
         refused["EXISTS"] = failure

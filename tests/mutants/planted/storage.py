@@ -42,8 +42,8 @@ MISTAKES = {
     },
     "lmcache_hybrid/storage/remote/redis.py": {
         "a server that closes connections is not asked whether a value is too long": (
-            "value.nbytes) if closed else None",
-            "value.nbytes) if False else None",
+            "ask if isinstance(error, CLOSED) else None",
+            "None",
         ),
         "a connector to Redis that cannot start all threads leaves some": gone(
             "            stack.callback(self._readers.shutdown)\n"
@@ -133,6 +133,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/remote/servers.py": {
+        "a connection over TLS that the server closed fails the write that finds it": gone(
+            ", ssl.SSLEOFError, ssl.SSLZeroReturnError"
+        ),
         "a silent cluster is waited for as long as all of its nodes are silent": (
             "            return asking.result(self._seconds)\n",
             "            return asking.result()\n",

@@ -221,7 +221,7 @@ MISTAKES = {
     "lmcache_hybrid/tools/doctor/redis_rights.py": {
         "a node of a cluster is sound if it owns the slot of one name": (
             "for number in range(NAMES):",
-            "for number in range(1):",
+            "for number in range(0):",
         ),
         "the doctor takes a user who may not write for one who may": (
             '("SET", "x", "XX"), ("DEL",))',

@@ -3,10 +3,13 @@
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -283,15 +286,17 @@ def test_a_server_with_too_many_clients_is_told_once_with_what_to_write(tmp_path
 LONG = 2 << 20  # bytes
 
 
+@pytest.mark.parametrize("tls", [False, True])
 def test_a_server_that_takes_no_record_so_long_is_told_once_with_what_to_write(
-    tmp_path, hybrid_log
+    tmp_path, monkeypatch, hybrid_log, tls
 ):
     """It closes the connection in the middle of the value."""
     with ValkeyServer(config={"proto-max-bulk-len": "1mb"}) as server:
-        url = f"redis://localhost:{server.port}"
-        one = Box(
-            "redis", tmp_path, None, remote_url=url, max_payload=2 << 20, max_local_cpu_size=0.02
-        )
+        url, ends = f"redis://localhost:{server.port}", ExitStack()
+        if tls:
+            url = f"rediss://localhost:{tls_in_front(ends, server.port, tmp_path, monkeypatch)}"
+        room = {"max_payload": LONG, "max_local_cpu_size": 0.02}
+        one = Box("redis", tmp_path, None, remote_url=url, **room)
         try:
             put(one.store, KEYS[:3], LONG)
             until(lambda: one.store.failed_writes["RemoteBackend"] == 3, "nothing was counted")
@@ -299,9 +304,35 @@ def test_a_server_that_takes_no_record_so_long_is_told_once_with_what_to_write(
             until(lambda: len(one.store.locate(KEYS)) == 1, "a short one was not stored")
         finally:
             one.close()
+            ends.close()
     (line,) = [r.getMessage() for r in hybrid_log.records if "refuses records" in r.getMessage()]
     assert "it says 'ERR Protocol error: invalid bulk length' to a long record; raise" in line
     assert line.endswith("raise proto-max-bulk-len there")
+
+
+def tls_in_front(ends: ExitStack, port: int, folder: Path, monkeypatch) -> int:
+    """The port of TLS in front of a server, whose certificate this process trusts."""
+    certificate = make_certificate(folder)
+    monkeypatch.setenv(CA_FILE, str(certificate))
+    front = Front(free_port(), port, certificate, strict=True)
+    ends.callback(front.close)
+    return front.port
+
+
+@pytest.mark.parametrize("error", [ssl.SSLEOFError, ssl.SSLZeroReturnError, BrokenPipeError])
+def test_a_connection_that_the_server_closed_fails_no_write(box, monkeypatch, error):
+    """As it shows with TLS, and without."""
+    one, send_value, closed = box("redis"), sockets.send_value, []
+
+    def send(*arguments):
+        if not closed:
+            closed.append(error("closed"))
+            raise closed[0]
+        send_value(*arguments)
+
+    monkeypatch.setattr(sockets, "send_value", send)
+    one.write(KEYS)
+    assert closed and not one.store.failed_writes
 
 
 IN_FILE = f"the file that {PASSWORD_FILE} names"
