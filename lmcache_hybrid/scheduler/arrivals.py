@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what of a new request may be cached, stored and loaded; counts what may not."""
+"""Begins to track new requests: their prompts, hints, and where their steps end."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from lmcache_hybrid.scheduler.request_configs import (
 from lmcache_hybrid.scheduler.step_ends import Drafter, StepEnds
 from lmcache_hybrid.scheduler.tracker import RequestTracker
 from lmcache_hybrid.scheduler.unit_advice import ShortPromptAdvice
+from lmcache_hybrid.scheduler.unsaved import why_unread, why_unsaved
 from lmcache_hybrid.scheduler.whole_items import barred_boundaries
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Arrivals:
             prefix = None
         drop, prefetch, keep = self._steering_of(asked, prefix)
         steered = drop is not None or prefetch is not None
-        unsaved = _why_unsaved(request, prefix, options, asked.skip_save or steered)
+        unsaved = why_unsaved(request, prefix, options, asked.skip_save or steered)
         if before is not None and before.skip_save:
             unsaved = unsaved or "skip_save"
         if prefix is not None:
@@ -78,7 +79,7 @@ class Arrivals:
         # No hit is deeper.
         inner = drafter.deepest(request.num_prompt_tokens, unit) if prefix and unit else 0
         short = not (prefix and prefix.hashes or inner)
-        if reason := unsaved or ("short" if short else _why_unread(request)):
+        if reason := unsaved or ("short" if short else why_unread(request)):
             with self._ledger as counts:
                 counts.skipped_requests[reason] += 1
         step_ends = StepEnds(
@@ -153,24 +154,3 @@ class Arrivals:
             answer |= {name: {"error": CLOSED} for name, is_asked in closed.items() if is_asked}
             answer |= {name: {"error": why} for name, why in asked.refusals}
         return answer or None
-
-
-def _why_unsaved(
-    request: "Request", prefix: Prefix | None, options: Options, skip_save: bool
-) -> str | None:
-    """Return why nothing of a request is stored, as counters name it; None if it is stored."""
-    if prefix is None:
-        return "uncacheable"
-    if not options.save:
-        return "read_only"
-    if options.priority_limit is not None and request.priority > options.priority_limit:
-        return "priority"
-    return "skip_save" if skip_save else None
-
-
-def _why_unread(request: "Request") -> str | None:
-    """Return why nothing is loaded for a request, as counters name it; None if it may be.
-
-    It is still looked up, so that nothing is stored twice.
-    """
-    return "skip_reading" if request.skip_reading_prefix_cache else None

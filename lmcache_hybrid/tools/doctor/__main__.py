@@ -46,7 +46,6 @@ def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
         check_disks,
         check_memory,
         check_prompts,
-        check_redis,
     )
     from lmcache_hybrid.tools.doctor.context import read_context
     from lmcache_hybrid.tools.doctor.folders import check_folders
@@ -57,6 +56,7 @@ def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
         check_model,
         check_options,
     )
+    from lmcache_hybrid.tools.doctor.redis_memory import check_redis
 
     yield from guarded(check_hash, other_hash)
     context = read_context(model, flags)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that RAM, disks and Redis have the configured room, and how many prompts it holds."""
+"""Checks that RAM and disks have the configured room, and how many prompts a store holds."""
 
 import math
 import shutil
@@ -8,25 +8,19 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import redis
 from lmcache import device_ops
 
 from lmcache_hybrid.config.container import memory_limit
 from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
-from lmcache_hybrid.config.redis_credentials import without_password
-from lmcache_hybrid.config.stores import MEMORY, REDIS, places, shared_folders
+from lmcache_hybrid.config.stores import MEMORY, shared_folders
 from lmcache_hybrid.config.tiers import Tier, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.sizes import GIB, in_gib, size_text
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
-from lmcache_hybrid.storage.key_names import printable
-from lmcache_hybrid.storage.remote.clients import Client, make_client
 from lmcache_hybrid.tools.doctor.context import Context
-from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, one_line, skipped, warning
-from lmcache_hybrid.tools.doctor.redis_rights import SECONDS
-from lmcache_hybrid.tools.stored.redis_client import ERRORS
+from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, skipped, warning
 
 # Less than this is as good as full.
 FULL_BYTES = 64 << 20
@@ -34,7 +28,6 @@ FULL_BYTES = 64 << 20
 # In RAM, requests that wait with a hit may pin half of them.
 FEW, FEW_IN_RAM = 4, 8
 RAM = MEMORY.title
-EVICTING = ("allkeys-lru", "allkeys-lfu", "allkeys-random", "allkeys-lrm")
 
 
 def check_memory(context: Context) -> Iterator[Finding]:
@@ -76,24 +69,26 @@ def check_prompts(context: Context) -> Iterator[Finding]:
     options = _options(context)
     for tier in tiers(context.config, options) if options else ():
         if tier.limit:
-            yield from _prompts(context, tier)
+            yield from prompts_that_fit(context, tier)
 
 
-def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
+def prompts_that_fit(context: Context, tier: Tier) -> Iterator[Finding]:
     model, options = context.model, _options(context)
     if not options or not model or not model.served or model.windows or not model.longest:
         return
-    taken = prompt_bytes(
-        options,
-        model.longest,
-        model.step_tokens,
-        model.block_size,
-        model.unit,
-        model.attention_bytes,
-        model.state_bytes,
-        model.block_size // model.dcp,
-    )
-    taken *= model.ranks if tier.shared else 1
+    of_stages = [
+        prompt_bytes(
+            options,
+            model.longest,
+            model.step_tokens,
+            model.block_size,
+            model.unit,
+            *of_stage,
+            model.block_size // model.dcp,
+        )
+        for of_stage in model.stages
+    ]
+    taken = sum(of_stages) * model.ranks if tier.shared else max(of_stages)
     message = (
         f"{tier.name} holds about {tier.holds(taken)} prompts of max_model_len={model.longest:,} "
         f"tokens, which take {size_text(taken)}{'' if tier.shared else ' per rank'}"
@@ -195,75 +190,3 @@ def _shared_folder(path: Path, limits: FolderLimits) -> Finding:
     if limits:
         return ok("disk space", f"{message}; {MAX_AGE_KEY} empties it, without a limit in bytes.")
     return warning("disk space", f"{message}, and nothing is ever deleted there.", fix)
-
-
-def check_redis(context: Context) -> Iterator[Finding]:
-    """Check what happens when a Redis of ``remote_url`` or a plugin is full."""
-    named = reversed(places(context.config)) if context.config else ()
-    servers = list(dict.fromkeys(place.url for place in named if place.kind is REDIS))
-    for url in servers:
-        yield from _server(context, url, f"{without_password(url)}: " if servers[1:] else "")
-
-
-def _server(context: Context, url: str, name: str) -> Iterator[Finding]:
-    """
-    Args:
-        name: of one of several servers, put in front of its findings.
-    """
-    try:
-        client = make_client(url, SECONDS)
-        try:
-            memories = list(_memories(client))
-        finally:
-            client.close()
-    except (redis.ResponseError, redis.AuthenticationError) as failure:
-        yield skipped(
-            "Redis memory",
-            f"{name}INFO is refused; the server says: {printable(one_line(failure))}.",
-            "Allow INFO for this user, or correct user and password.",
-        )
-        return
-    except (*ERRORS, ConfigError, OSError, ValueError):
-        yield skipped("Redis memory", f"{without_password(url)} cannot be used.")
-        return
-    if limit := sum(int(memory.get("maxmemory", 0)) for _, memory in memories):
-        yield from _prompts(context, Tier(f"{name}Redis", "maxmemory (in GB)", limit, shared=True))
-    for where, memory in memories:
-        yield _redis_memory(
-            name + where,
-            int(memory.get("used_memory", 0)),
-            int(memory.get("maxmemory", 0)),
-            str(memory.get("maxmemory_policy", "unknown")),
-        )
-
-
-def _memories(client: Client) -> Iterator[tuple[str, dict]]:
-    """Yield (name, memory info) of each server that takes writes."""
-    if not isinstance(client, redis.RedisCluster):
-        yield "", client.info("memory")
-        return
-    for node in client.get_primaries():
-        yield f"{node.name}: ", client.info("memory", target_nodes=node)
-
-
-def _redis_memory(where: str, used: int, limit: int, policy: str) -> Finding:
-    fix = "Set maxmemory to what the server may take, and maxmemory-policy to allkeys-lru."
-    if not limit:
-        return warning(
-            "Redis memory",
-            f"{where}maxmemory is not set: the store grows ({size_text(used)} now) until the host "
-            "has no memory.",
-            fix,
-        )
-    taken = f"{size_text(used)} of maxmemory {size_text(limit)} used"
-    room = f"{where}{taken}, maxmemory-policy {policy}"
-    if policy in EVICTING:
-        return ok("Redis memory", f"{room}: it evicts when it is full.")
-    why = (
-        "LMCache's values have no time to live, so nothing can be evicted and writes fail when it "
-        "is full"
-        if policy.startswith("volatile")
-        else "writes fail when it is full"
-    )
-    full = used + FULL_BYTES > limit
-    return (error if full else warning)("Redis memory", f"{room}: {why}.", fix)

@@ -9,7 +9,7 @@ import copy
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -52,9 +52,9 @@ class Model:
         served: whether this package serves its groups, not LMCache's own adapter.
         block_size: N in tokens.
         attention, windows, states: group indices.
-        attention_bytes: of all attention pages of one block, on one rank of all stages.
+        stages: bytes of one rank of each pipeline stage: of all attention pages of one block, and
+            of all states at one boundary.
         window_bytes: of all window pages of one block.
-        state_bytes: of all states at one boundary.
         largest: bytes of the largest group's block, the largest payload of a record.
         unit: ``--prefix-match-unit``, 0 where it is not set; with ``dcp`` a state's block then.
         whole: whether it hits at multiples of N only, whatever the unit.
@@ -75,9 +75,8 @@ class Model:
     attention: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()
     states: tuple[int, ...] = ()
-    attention_bytes: int = 0
+    stages: tuple[tuple[int, int], ...] = ()
     window_bytes: int = 0
-    state_bytes: int = 0
     largest: int = 0
     unit: int = 0
     whole: bool = False
@@ -91,6 +90,16 @@ class Model:
     local_ranks: int = 1
     hosts: int = 1
     dcp: int = 1
+
+    @property
+    def attention_bytes(self) -> int:
+        """Of all stages together."""
+        return sum(attention for attention, _ in self.stages)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all stages together."""
+        return sum(states for _, states in self.stages)
 
     def suggested_unit(self, wanted: int = 64) -> int:
         """Return the best ``--prefix-match-unit``; 0 for none, or if a GPU would refuse it."""
@@ -147,9 +156,12 @@ def read_model(arguments: "EngineArgs") -> Model:
         plan = plan_groups(groups, parallel.decode_context_parallel_size)
     except ConfigError as failure:
         raise ModelError(str(failure)) from failure
-    sizes = [
-        page_bytes(group) * plan.blocks_per_record(index)
-        for index, group in enumerate(groups.kv_cache_groups)
+    stages = [
+        [
+            page_bytes(group, layers) * plan.blocks_per_record(index)
+            for index, (group, layers) in enumerate(zip(groups.kv_cache_groups, own, strict=True))
+        ]
+        for own in layers_of_stages(config, groups)
     ]
     windows = tuple(window.group for window in plan.windows)
     unit = unit or plan.with_unit(plan.state_tokens).unit  # as vLLM, where ranks share blocks
@@ -160,10 +172,12 @@ def read_model(arguments: "EngineArgs") -> Model:
         plan.attention,
         windows,
         plan.states,
-        sum(sizes[group] for group in plan.attention),
-        sum(sizes[group] for group in windows),
-        sum(sizes[group] for group in plan.states),
-        max(sizes),
+        tuple(
+            (sum(own[group] for group in plan.attention), sum(own[group] for group in plan.states))
+            for own in stages
+        ),
+        sum(own[group] for own in stages for group in windows),
+        max(max(own) for own in stages),
         unit,
         not plan.with_unit(1).unit,
         config.parallel_config.tensor_parallel_size,
@@ -177,6 +191,24 @@ def read_model(arguments: "EngineArgs") -> Model:
         hosts,
         plan.dcp,
     )
+
+
+def layers_of_stages(
+    config: "VllmConfig", groups: "KVCacheConfig"
+) -> Iterator[list[Sequence[str]]]:
+    """Yield the layers of each KV cache group that each pipeline stage has, as vLLM cuts them."""
+    from vllm.distributed.utils import get_pp_indices
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    names = [group.layer_names for group in groups.kv_cache_groups]
+    stages = config.parallel_config.pipeline_parallel_size
+    layers = config.model_config.get_total_num_hidden_layers()
+    if stages == 1:
+        yield names
+        return
+    for stage in range(stages):
+        own = range(*get_pp_indices(layers, stage, stages))
+        yield [[name for name in each if extract_layer_index(name) in own] for each in names]
 
 
 def refused(model: str, failure: Exception) -> ModelError:

@@ -45,6 +45,7 @@ def check_model(context: Context) -> Iterator[Finding]:
         return
     windows = f", windows {model.windows}" if model.windows else ""
     where = f"On each of {model.ranks} ranks" if model.ranks > 1 else "Without tensor parallelism"
+    where += f", all {len(model.stages)} stages together," if model.stages[1:] else ""
     if model.device:
         yield _device(model)
     yield ok("groups", f"Attention groups {model.attention}{windows}, state groups {model.states}.")

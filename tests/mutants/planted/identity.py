@@ -201,7 +201,7 @@ MISTAKES = {
             "            barred=barred_boundaries(request, plan),\n"
         ),
         "a request that reads no cache is counted nowhere": (
-            'unsaved or ("short" if short else _why_unread(request))',
+            'unsaved or ("short" if short else why_unread(request))',
             'unsaved or ("short" if short else None)',
         ),
     },

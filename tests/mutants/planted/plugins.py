@@ -49,7 +49,7 @@ MISTAKES = {
             "    for name in ():\n        if kind := BY",
         ),
     },
-    "lmcache_hybrid/tools/doctor/capacity.py": {
+    "lmcache_hybrid/tools/doctor/redis_memory.py": {
         "the doctor looks at the memory of remote_url's server alone": (
             "for place in named if place.kind is REDIS",
             "for place in named if place.kind is REDIS and not place.plugin",

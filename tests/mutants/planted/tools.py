@@ -145,6 +145,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/doctor/model.py": {
+        "the doctor takes all layers for those of a stage": gone(
+            " if extract_layer_index(name) in own"
+        ),
         "the doctor takes the whole model for what a rank holds": (
             "        parallel_state.get_tp_group().world_size = ranks",
             "        parallel_state.get_tp_group().world_size = 1",
@@ -170,8 +173,9 @@ MISTAKES = {
             "if wanted * here > free:",
             "if wanted > free:",
         ),
-        "the doctor gives each rank the whole of a shared store": gone(
-            "    taken *= model.ranks if tier.shared else 1\n"
+        "the doctor gives each rank the whole of a shared store": (
+            "sum(of_stages) * model.ranks if tier.shared else max(of_stages)",
+            "max(of_stages)",
         ),
         "the doctor says nothing of a folder without a limit": (
             '    return warning("disk space", f"{message}, and nothing is ever deleted '
@@ -186,6 +190,8 @@ MISTAKES = {
             "FEW_IN_RAM if tier.name == RAM else FEW",
             "FEW",
         ),
+    },
+    "lmcache_hybrid/tools/doctor/redis_memory.py": {
         "the doctor takes a Redis that tells it nothing for one that is away": (
             "    except (redis.ResponseError, redis.AuthenticationError) as failure:\n",
             "    except ZeroDivisionError as failure:\n",

@@ -10,7 +10,17 @@ from lmcache_hybrid.tools.flags import parse_flags
 
 OK, WARNING, ERROR, SKIPPED = Status.OK, Status.WARNING, Status.ERROR, Status.SKIPPED
 TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-MODEL = Model(True, 384, (3,), (), (0, 1, 2), 4096, 0, 3000, 4096, longest=16_384, step_tokens=2048)
+MODEL = Model(
+    True,
+    384,
+    (3,),
+    (),
+    (0, 1, 2),
+    stages=((4096, 3000),),
+    largest=4096,
+    longest=16_384,
+    step_tokens=2048,
+)
 
 
 def described(model: str, *flags: str) -> Model:

