@@ -3,7 +3,7 @@
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -120,8 +120,9 @@ def check_disks(context: Context) -> Iterator[Finding]:
         return
     limit = int(config.max_local_disk_size * GIB)
     disks = [part.strip() for part in (config.local_disk or "").split(",") if part.strip()]
-    for disk in disks:  # LMCache deals them out to the ranks
-        yield _local_disk(Path(disk), limit, -(-context.local_ranks // len(disks)))
+    for paths in _by_file_system(map(Path, disks)):
+        ranks = -(-context.local_ranks // len(disks))  # LMCache deals the folders out to them
+        yield _local_disk(paths, limit, min(ranks * len(paths), context.local_ranks))
     with suppress(ConfigError):  # reported by other checks
         for _, folders in shared_folders(config):
             for folder in folders:
@@ -131,20 +132,34 @@ def check_disks(context: Context) -> Iterator[Finding]:
                 )
 
 
-def _local_disk(path: Path, limit: int, ranks: int) -> Finding:
-    """Compare a folder's room with the limits of the ranks that write into it."""
+def _by_file_system(paths: Iterable[Path]) -> Iterable[list[Path]]:
+    """List together the folders that share a file system's room."""
+    found: dict[object, list[Path]] = {}
+    for path in paths:
+        try:
+            where: object = _there(path).stat().st_dev
+        except OSError:
+            where = path
+        found.setdefault(where, []).append(path)
+    return found.values()
+
+
+def _local_disk(paths: Sequence[Path], limit: int, ranks: int) -> Finding:
+    """Compare the room of folders on one file system with the limits of ranks that write there."""
+    named = ", ".join(map(str, paths))
     try:
-        usage = shutil.disk_usage(_there(path))
-        held = sum(file.stat().st_size for file in path.glob("*.pt"))
+        usage = shutil.disk_usage(_there(paths[0]))
+        held = sum(file.stat().st_size for path in paths for file in path.glob("*.pt"))
     except OSError as failure:
-        return skipped("disk space", f"{path} cannot be looked at ({failure.strerror}).")
+        return skipped("disk space", f"{named} cannot be looked at ({failure.strerror}).")
     if not usage.total:
-        return _without_size(path)
+        return _without_size(paths[0])
     free = usage.free
     missing = max(0, limit * ranks - held) - free
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     message = (
-        f"{path} has {size_text(free)} free and holds {size_text(held)} of max_local_disk_size "
+        f"{named} {'have' if paths[1:] else 'has'} {size_text(free)} free and "
+        f"{'hold' if paths[1:] else 'holds'} {size_text(held)} of max_local_disk_size "
         f"{size_text(limit)}{each}"
     )
     if missing <= 0:

@@ -156,6 +156,13 @@ def read_model(arguments: "EngineArgs") -> Model:
         plan = plan_groups(groups, parallel.decode_context_parallel_size)
     except ConfigError as failure:
         raise ModelError(str(failure)) from failure
+    interval = config.cache_config.prefix_cache_retention_interval or 0
+    if interval < 0 or interval % plan.block_size:
+        raise ModelError(
+            f"vLLM refuses prefix_cache_retention_interval={interval}: it is not a multiple of "
+            f"this model's block size {plan.block_size}.",
+            f"Set it to a multiple of {plan.block_size} or to 0, or leave it out.",
+        )
     stages = [
         [
             page_bytes(group, layers) * plan.blocks_per_record(index)

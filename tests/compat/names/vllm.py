@@ -396,6 +396,7 @@ VLLM = (
     *attributes(_CONFIG, "VllmConfig", "ec_transfer_config kv_transfer_config cache_config"),
     Hook(_CONFIG, "ModelConfig.multimodal_config"),
     Hook(_CONFIG, "ModelConfig.get_total_num_hidden_layers"),
+    Hook(_CONFIG, "CacheConfig.prefix_cache_retention_interval"),
     Hook(_CONFIG, "MultiModalConfig.mm_processor_cache_gb"),
     # vllm_patch/loaders.py, lmcache_hybrid/identity/adapters.py
     Hook(_CONFIG, "VllmConfig.kv_transfer_config", replaced_in="vllm_patch/loaders.py"),

@@ -186,6 +186,10 @@ MISTAKES = {
             "        return _without_size(path)\n    free = usage.free\n",
             "        pass\n    free = usage.free\n",
         ),
+        "the doctor gives each of two folders all of one disk": (
+            "            where: object = _there(path).stat().st_dev\n",
+            "            where: object = path\n",
+        ),
         "the doctor takes four prompts in RAM for enough": (
             "FEW_IN_RAM if tier.name == RAM else FEW",
             "FEW",

@@ -40,6 +40,22 @@ def test_disk_space(monkeypatch, tmp_path, free, held, limit, status):
     assert "0.0" not in found.fix.replace("10.0", "")
 
 
+@pytest.mark.parametrize("limit, status", [(4, OK), (6, WARNING)])
+def test_folders_of_one_disk_share_its_room(context, monkeypatch, tmp_path, limit, status):
+    usage = SimpleNamespace(free=10 << 30, total=100 << 30)
+    monkeypatch.setattr(capacity.shutil, "disk_usage", lambda path: usage)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    asked = context(
+        model=replace(MODEL, local_ranks=2),
+        local_disk=f"{tmp_path}/a,{tmp_path}/b",
+        max_local_disk_size=limit,
+    )
+    found = only(assert_sentences(check_disks(asked)))
+    assert found.status == status and f"{limit}.0 GiB for each of 2 ranks" in found.message
+    assert ("at most 5.0" in found.fix) is (status == WARNING)
+
+
 @pytest.mark.parametrize(
     "free, limits, status, told",
     [
@@ -183,7 +199,8 @@ def test_memory_and_disk_are_for_all_ranks_of_the_host(
     told = only(assert_sentences(check_memory(found)))
     assert told.status == status
     assert (f"this engine has {ranks} ranks here" in told.message) is (status == WARNING)
-    # Two folders: each has half of the ranks, or one more.
+    # Two folders, as if each had a disk: each has half of the ranks, or one more.
+    monkeypatch.setattr(capacity, "_by_file_system", lambda paths: [[path] for path in paths])
     for told in assert_sentences(check_disks(found)):
         assert told.status == status and f"for each of {-(-ranks // 2)} ranks" in told.message
         assert ("at most 8.0" in told.fix) is (status == WARNING)

@@ -222,6 +222,14 @@ def test_flags_of_vllm_decide_what_a_rank_holds():
     assert f"On each of 2 ranks a block has {half.attention_bytes:,} bytes" in text
 
 
+def test_a_retention_interval_that_vllm_refuses_is_told():
+    with pytest.raises(
+        ModelError, match="^vLLM refuses prefix_cache_retention_interval=100: .*128"
+    ):
+        described(model("lfm2"), "--prefix-cache-retention-interval", "100")
+    assert described(model("lfm2"), "--prefix-cache-retention-interval", "256").served
+
+
 def test_a_stage_holds_its_own_layers_only():
     one, two = (
         described(model("qwen3_next"), *flags) for flags in ([], ["--pipeline-parallel-size", "2"])
