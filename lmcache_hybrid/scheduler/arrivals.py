@@ -11,12 +11,12 @@ from lmcache_hybrid.scheduler.drops import UNFINISHED, Drop
 from lmcache_hybrid.scheduler.keeps import Keep
 from lmcache_hybrid.scheduler.prefetches import Prefetch
 from lmcache_hybrid.scheduler.prompt import prefix_of
-from lmcache_hybrid.scheduler.request_configs import (
+from lmcache_hybrid.scheduler.request_options import (
     DROP,
     KEEP,
     PREFETCH,
-    RequestConfigs,
-    RequestConfigsReader,
+    RequestOptions,
+    RequestOptionsReader,
 )
 from lmcache_hybrid.scheduler.step_ends import Drafter, StepEnds
 from lmcache_hybrid.scheduler.tracker import RequestTracker
@@ -50,7 +50,7 @@ class Arrivals:
         """
         self._plan, self._options, self._ledger = plan, options, ledger
         self._hashes_per_block = hashes_per_block
-        self._configs = RequestConfigsReader()
+        self._reader = RequestOptionsReader()
         self._advice = ShortPromptAdvice(plan, ledger)
 
     def track(
@@ -62,7 +62,7 @@ class Arrivals:
             before: tracker of the session's last part; None for a first part.
         """
         plan, options = self._plan, self._options
-        asked = self._configs.read(request)
+        asked = self._reader.read(request)
         prefix = prefix_of(request, plan.block_size, self._hashes_per_block, asked.tags)
         # vLLM keeps only the last part's parameters, but those of earlier parts still hold for
         # their tokens.
@@ -113,7 +113,7 @@ class Arrivals:
         )
 
     def _steering_of(
-        self, asked: RequestConfigs, prefix: Prefix | None
+        self, asked: RequestOptions, prefix: Prefix | None
     ) -> tuple[Drop | None, Prefetch | None, Keep | None]:
         """Return what a request asks of the store; None for nothing.
 
@@ -148,7 +148,7 @@ class Arrivals:
             if tracker.keep is not None:
                 answer[KEEP] = tracker.keep.answer()
         else:
-            asked = self._configs.read(request)
+            asked = self._reader.read(request)
             closed = {DROP: asked.drop_from is not None, PREFETCH: asked.prefetch}
             closed |= {KEEP: asked.keep is not None}
             answer |= {name: {"error": CLOSED} for name, is_asked in closed.items() if is_asked}

@@ -28,7 +28,7 @@ def prefix_of(
     LoRA adapter.
 
     Args:
-        tags: the user's, see :class:`.request_configs.RequestConfigs`.
+        tags: the user's, see :class:`.request_options.RequestOptions`.
     """
     if tags is None or getattr(request, "prompt_embeds", None) is not None:
         return None

@@ -35,7 +35,7 @@ from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix, record_keys
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
-from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
+from lmcache_hybrid.scheduler.request_options import RequestOptionsReader
 from lmcache_hybrid.storage import drops, keeps
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_format import digests_of
@@ -291,7 +291,7 @@ def make_request(
 
 
 def tags_of(request: Request) -> tuple[tuple[str, str], ...] | None:
-    return RequestConfigsReader().read(request).tags
+    return RequestOptionsReader().read(request).tags
 
 
 Tables = dict[str, tuple[list[int], ...]]

@@ -156,13 +156,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         plan = plan_groups(groups, parallel.decode_context_parallel_size)
     except ConfigError as failure:
         raise ModelError(str(failure)) from failure
-    interval = config.cache_config.prefix_cache_retention_interval or 0
-    if interval < 0 or interval % plan.block_size:
-        raise ModelError(
-            f"vLLM refuses prefix_cache_retention_interval={interval}: it is not a multiple of "
-            f"this model's block size {plan.block_size}.",
-            f"Set it to a multiple of {plan.block_size} or to 0, or leave it out.",
-        )
+    _check_retention(config, plan.block_size)
     stages = [
         [
             page_bytes(group, layers) * plan.blocks_per_record(index)
@@ -198,6 +192,16 @@ def read_model(arguments: "EngineArgs") -> Model:
         hosts,
         plan.dcp,
     )
+
+
+def _check_retention(config: "VllmConfig", block_size: int) -> None:
+    interval = config.cache_config.prefix_cache_retention_interval or 0
+    if interval < 0 or interval % block_size:
+        raise ModelError(
+            f"vLLM refuses prefix_cache_retention_interval={interval}: it is not a multiple of "
+            f"this model's block size {block_size}.",
+            f"Set it to a multiple of {block_size} or to 0, or leave it out.",
+        )
 
 
 def layers_of_stages(

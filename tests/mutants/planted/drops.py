@@ -130,7 +130,7 @@ MISTAKES = {
             "failed=False",
         ),
     },
-    "lmcache_hybrid/scheduler/request_configs.py": {
+    "lmcache_hybrid/scheduler/request_options.py": {
         "true counts as one token": (
             "    if type(start) is not int or start < 0:\n",
             "    if not isinstance(start, int) or start < 0:\n",

@@ -185,7 +185,7 @@ MISTAKES = {
             "        save = self._planner.plan(tracker, computed, held, block_state)\n",
         ),
     },
-    "lmcache_hybrid/scheduler/request_configs.py": {
+    "lmcache_hybrid/scheduler/request_options.py": {
         "a request may keep for a year": ("not 0 <= seconds <= KEEP_SECONDS:", "not 0 <= seconds:"),
     },
     "lmcache_hybrid/storage/tiers/ram.py": {

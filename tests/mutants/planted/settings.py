@@ -365,7 +365,7 @@ MISTAKES = {
             "        if self._registered:\n"
         ),
     },
-    "lmcache_hybrid/scheduler/request_configs.py": {
+    "lmcache_hybrid/scheduler/request_options.py": {
         "a request that says false as a string is not stored": (
             "    return _SWITCH.get(known) if isinstance(known, (int, str)) else None\n",
             "    return bool(known)\n",

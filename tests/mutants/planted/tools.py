@@ -183,7 +183,7 @@ MISTAKES = {
             '    return ok("disk space", f"{message}.")\n',
         ),
         "the doctor takes what only the kernel has for a full disk": (
-            "        return _without_size(path)\n    free = usage.free\n",
+            "        return _without_size(paths[0])\n    free = usage.free\n",
             "        pass\n    free = usage.free\n",
         ),
         "the doctor gives each of two folders all of one disk": (

@@ -131,7 +131,7 @@ MISTAKES = {
             "        if isinstance(value, str) and value.strip().lower() in _FALSE:\n"
         ),
     },
-    "lmcache_hybrid/scheduler/request_configs.py": {
+    "lmcache_hybrid/scheduler/request_options.py": {
         "a request's table of settings is ignored without a word": gone(
             "        self._tell_unread(request.kv_transfer_params)\n"
         ),

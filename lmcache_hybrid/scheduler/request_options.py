@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.lmcache_hybrid.scheduler.request_configs")
+logger = init_logger("vllm.lmcache_hybrid.scheduler.request_options")
 
 SKIP_SAVE, TAG = "lmcache.skip_save", "lmcache.tag."
 DROP, DROP_FROM, PREFETCH = "lmcache.drop", "lmcache.drop_from", "lmcache.prefetch"
@@ -39,7 +39,7 @@ SHOWN = 60
 
 
 @dataclass(frozen=True)
-class RequestConfigs:
+class RequestOptions:
     """A request's settings.
 
     Attributes:
@@ -62,10 +62,10 @@ class RequestConfigs:
     refusals: tuple[tuple[str, str], ...] = ()
 
 
-NONE = RequestConfigs()
+NONE = RequestOptions()
 
 
-class RequestConfigsReader:
+class RequestOptionsReader:
     """Reads settings, and warns once of each mistake. Used by the scheduler's thread only."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class RequestConfigsReader:
         # Names already warned of, by kind of mistake.
         self._warned: dict[str, set[str]] = {}
 
-    def read(self, request: "Request") -> RequestConfigs:
+    def read(self, request: "Request") -> RequestOptions:
         """Read a request. An invalid value is taken as the safer one: not stored, or not cached."""
         self._tell_unread(request.kv_transfer_params)
         configs = self._extract(request)
@@ -176,7 +176,7 @@ def _known(value: Any) -> bool | None:
 
 def _steering(
     configs: Mapping[str, Any], tags: tuple[tuple[str, str], ...] | None, skip_save: bool
-) -> RequestConfigs:
+) -> RequestOptions:
     """Add what a request asks of the store: a drop, a prefetch or a keep, and what is refused."""
     drop_from, no_drop = _drop(configs)
     keep, no_keep = _keep(configs)
@@ -192,7 +192,7 @@ def _steering(
     several = [name for name, is_asked in asked.items() if is_asked]
     if len(several) > 1:
         refusals |= dict.fromkeys(several, f"write {' or '.join(several)}, not both.")
-    return RequestConfigs(
+    return RequestOptions(
         tags,
         skip_save,
         drop_from,

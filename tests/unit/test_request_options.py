@@ -5,11 +5,11 @@ import logging
 
 import pytest
 
-from lmcache_hybrid.scheduler.request_configs import (
+from lmcache_hybrid.scheduler.request_options import (
     MOST_NAMES,
     NONE,
     SHOWN,
-    RequestConfigsReader,
+    RequestOptionsReader,
 )
 
 from .helpers import N, make_request
@@ -22,7 +22,7 @@ def said(log) -> list[str]:
 
 @pytest.mark.parametrize("value", [True, 1, "true", "True", " TRUE ", "1"])
 def test_what_says_yes_is_not_stored(value, hybrid_log):
-    assert RequestConfigsReader().read(make_request(params={"lmcache.skip_save": value})).skip_save
+    assert RequestOptionsReader().read(make_request(params={"lmcache.skip_save": value})).skip_save
     assert not said(hybrid_log)
 
 
@@ -82,7 +82,7 @@ def test_a_value_that_is_no_tag_is_said_once_for_each_name(hybrid_log):
     ],
 )
 def test_an_unknown_name_is_ignored_and_said_once(name, instead, hybrid_log):
-    reader, request = RequestConfigsReader(), make_request(params={name: True, "other": 1})
+    reader, request = RequestOptionsReader(), make_request(params={name: True, "other": 1})
     for _ in range(2):
         configs = reader.read(request)
         assert configs.tags == () and not configs.skip_save
@@ -95,12 +95,12 @@ def test_an_unknown_name_is_ignored_and_said_once(name, instead, hybrid_log):
 def test_what_is_no_table_of_settings_is_left_alone(params, hybrid_log):
     request = make_request()
     request.kv_transfer_params = params
-    assert RequestConfigsReader().read(request) == NONE
+    assert RequestOptionsReader().read(request) == NONE
     assert not said(hybrid_log)
 
 
 def test_what_only_another_connector_of_lmcaches_reads_is_said_once(hybrid_log):
-    reader = RequestConfigsReader()
+    reader = RequestOptionsReader()
     for number in range(2):
         reader.read(make_request(params={"lmcache.max_offload_tokens": number}))
     (line,) = said(hybrid_log)
@@ -124,7 +124,7 @@ def test_lmcache_reads_no_other_setting_of_a_request():
 
 @pytest.mark.parametrize("prefix", ["lmcache.", "lmcache.tag."])
 def test_a_hostile_client_fills_neither_log_nor_memory(prefix, hybrid_log):
-    reader = RequestConfigsReader()
+    reader = RequestOptionsReader()
     for number in range(5 * MOST_NAMES):
         reader.read(make_request(params={f"{prefix}{number}" + "x" * 10_000: "@" * 10_000}))
     lines = said(hybrid_log)
@@ -135,7 +135,7 @@ def test_a_hostile_client_fills_neither_log_nor_memory(prefix, hybrid_log):
 
 
 def test_wrong_names_do_not_hide_a_wrong_value(hybrid_log):
-    reader = RequestConfigsReader()
+    reader = RequestOptionsReader()
     for number in range(2 * MOST_NAMES):
         reader.read(make_request(params={f"lmcache.{number}": 1}))
     hybrid_log.clear()
