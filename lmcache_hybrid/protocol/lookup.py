@@ -105,14 +105,6 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
             yield source, min(run, blocks)
             blocks -= run
 
-    def outcome(self, floor: int, limit: int) -> str:
-        """One word for counters, given the request's floor and limit."""
-        if not self.available:
-            return "unavailable"
-        if self.hit:
-            return "hit"
-        return "local" if limit <= floor else "miss"
-
 
 MISS = LookupResult(0, 0)
 UNAVAILABLE = LookupResult(0, 0, available=False)

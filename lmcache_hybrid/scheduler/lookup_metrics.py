@@ -34,14 +34,22 @@ def count_lookup(
     reach = min(result.attention, asked.limit) * block_size
     lost = reach - max(found, asked.floor * block_size)
     with ledger as counts:
-        past = asked.limit + bool(asked.limit_tail)
-        counts.lookups[result.outcome(asked.floor, past)] += 1
+        counts.lookups[_outcome(asked, result)] += 1
         counts.lookup_seconds.append(seconds)
         if not known:
             counts.skipped_requests["adapter"] += 1
         if lost > 0:
             counts.lost_hits += 1
             counts.lost_tokens += lost
+
+
+def _outcome(asked: LookupRequest, result: LookupResult) -> str:
+    """One word for counters."""
+    if not result.available:
+        return "unavailable"
+    if result.hit:
+        return "hit"
+    return "local" if asked.limit + bool(asked.limit_tail) <= asked.floor else "miss"
 
 
 def log_lookup(

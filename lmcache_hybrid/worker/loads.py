@@ -33,7 +33,8 @@ from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.identity.adapters import LoadedAdapters, refuse, report_lost
 from lmcache_hybrid.protocol.metadata import LoadSpec
 from lmcache_hybrid.storage.store import Claim, Store
-from lmcache_hybrid.worker.copies import Copies, CopyJob, CopyThreads, StreamEvent
+from lmcache_hybrid.worker.copies import Copies, CopyJob, StreamEvent
+from lmcache_hybrid.worker.copy_threads import CopyThreads
 from lmcache_hybrid.worker.pages import GroupPages, in_parts
 
 logger = init_logger("vllm.lmcache_hybrid.worker.loads")

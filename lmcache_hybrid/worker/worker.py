@@ -25,10 +25,11 @@ from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_format import record_bytes
 from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.store import Claim, Store
-from lmcache_hybrid.worker.copies import CopyThreads, copies_for
+from lmcache_hybrid.worker.copy_threads import CopyThreads
 from lmcache_hybrid.worker.loads import PART_BYTES, LoadQueue
 from lmcache_hybrid.worker.pages import GroupPages
 from lmcache_hybrid.worker.saver import Saver
+from lmcache_hybrid.worker.streams import copies_for
 
 
 class HybridWorker:

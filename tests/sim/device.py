@@ -4,7 +4,7 @@
 A stream is a queue. Its entries run in order; entries of different streams in any order
 that the recorded events and waits permit. Nothing runs before it must in mode "late",
 everything at once in "early", whatever a seed says in "random". :class:`DeviceModule`
-stands in for ``torch.cuda`` in ``lmcache_hybrid.worker.copies``, so that the real
+stands in for ``torch.cuda`` in ``lmcache_hybrid.worker.streams``, so that the real
 :class:`StreamCopies` moves the bytes.
 """
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lmcache_hybrid.worker import copies, worker
+from lmcache_hybrid.worker import copies, streams, worker
 from lmcache_hybrid.worker.pages import GroupPages
 
 from .threads import Threads
@@ -73,7 +73,7 @@ class Stream:
         elif kind == "record":
             what.done = True
 
-    # What copies.py calls
+    # What streams.py calls
 
     def wait_event(self, event: "Event") -> None:
         self.device.threads.pause()
@@ -243,7 +243,7 @@ here = _Here()
 
 
 class DeviceModule:
-    """What copies.py takes of ``torch.cuda``, with the meaning that it has there."""
+    """What streams.py takes of ``torch.cuda``, with the meaning that it has there."""
 
     Event = Event
 
@@ -349,13 +349,13 @@ def install(patch) -> None:
     for name in ("cuda", "accelerator", "Stream", "Event"):
         names.pop(name, None)  # none of them reaches the simulated device
     names["get_device_module"] = lambda device: module
-    patch.setattr(copies, "torch", types.SimpleNamespace(**names))
+    patch.setattr(streams, "torch", types.SimpleNamespace(**names))
     # The plain transfer: others are for real devices only.
     patch.setattr(
         worker,
         "copies_for",
         lambda on, threads: (
-            copies.HostCopies(threads) if on.type == "cpu" else copies.StreamCopies(on)
+            copies.HostCopies(threads) if on.type == "cpu" else streams.StreamCopies(on)
         ),
     )
     patch.setattr(Device, "known", {})

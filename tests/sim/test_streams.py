@@ -16,8 +16,9 @@ import torch
 from lmcache_hybrid.core.digests import KeyedDigester
 from lmcache_hybrid.core.errors import DamagedError
 from lmcache_hybrid.storage.record_format import digests_of
-from lmcache_hybrid.worker.copies import CopyJob, StreamCopies
+from lmcache_hybrid.worker.copies import CopyJob
 from lmcache_hybrid.worker.pages import GroupPages
+from lmcache_hybrid.worker.streams import StreamCopies
 from tests.naive_store import NaiveStore
 
 from . import device as simulated

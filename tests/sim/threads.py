@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from lmcache_hybrid.worker.copies import COPIERS
+from lmcache_hybrid.worker.copy_threads import COPIERS
 
 # How many turns the other threads get while the main thread is in one call to the device.
 TURNS = (0, 0, 0, 1, 2, 8)
@@ -216,7 +216,7 @@ class Executor:
 
 
 class Pool:
-    """Stands in for :class:`lmcache_hybrid.worker.copies.CopyThreads`, with as many threads.
+    """Stands in for :class:`lmcache_hybrid.worker.copy_threads.CopyThreads`, with as many threads.
 
     Attributes:
         beside: how often several threads had work at once.

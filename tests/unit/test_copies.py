@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from lmcache_hybrid.worker import copies
-from lmcache_hybrid.worker.copies import WORTH_A_THREAD, CopyThreads
+from lmcache_hybrid.worker import copy_threads
+from lmcache_hybrid.worker.copy_threads import WORTH_A_THREAD, CopyThreads
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def test_nothing_goes_on_after_a_failure_is_raised(threads):
 @pytest.mark.parametrize("cores, expected", [(1, 1), (3, 3), (64, 4)])
 def test_no_more_than_four_threads_copy(threads, monkeypatch, cores, expected):
     """And no more than there are cores; docs/security.md says so of digests, too."""
-    counts, start = [], copies.started
+    counts, start = [], copy_threads.started
     monkeypatch.setattr(
-        copies, "started", lambda count, *rest: (counts.append(count), start(1, *rest))[1]
+        copy_threads, "started", lambda count, *rest: (counts.append(count), start(1, *rest))[1]
     )
     threads._cores = set(range(cores))
-    monkeypatch.setattr(copies, "anywhere", lambda cores: None)
+    monkeypatch.setattr(copy_threads, "anywhere", lambda cores: None)
     threads.each(lambda i: None, range(9), WORTH_A_THREAD)
     assert counts == [expected]
 
@@ -87,7 +87,7 @@ def test_without_room_for_threads_the_caller_does_all(monkeypatch):
         room.pop()
         start(thread)
 
-    monkeypatch.setattr(copies, "_cores", lambda: {0, 1})
+    monkeypatch.setattr(copy_threads, "_cores", lambda: {0, 1})
     monkeypatch.setattr(threading.Thread, "start", limited)
     crowded = CopyThreads("crowded")
     before = threading.active_count()
@@ -104,7 +104,7 @@ def test_without_room_for_threads_the_caller_does_all(monkeypatch):
 
 
 def test_cores_that_were_taken_away_end_no_thread(monkeypatch):
-    monkeypatch.setattr(copies, "_cores", lambda: {1022, 1023})  # none that is there
+    monkeypatch.setattr(copy_threads, "_cores", lambda: {1022, 1023})  # none that is there
     with pytest.raises(OSError):
         os.sched_setaffinity(0, {1022, 1023})
     moved, done = CopyThreads("moved"), []

@@ -16,7 +16,7 @@ from lmcache_hybrid.core.errors import LoadError, SlowError
 from lmcache_hybrid.core.late_loads import Pace
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
-from lmcache_hybrid.worker import copies
+from lmcache_hybrid.worker import copy_threads
 
 from .worker_rig import DEADLINE, assert_failed
 
@@ -172,7 +172,7 @@ def test_a_load_is_given_up_at_its_deadline(rig, hybrid_log):
 
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_load_is_given_up_in_the_middle_of_a_record(rig, monkeypatch, threads):
-    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0 if threads else 1 << 30)
+    monkeypatch.setattr(copy_threads, "WORTH_A_THREAD", 0 if threads else 1 << 30)
     rig = rig().saved()
     before, deadline, fetch = rig.buffer.clone(), time.monotonic() + DEADLINE, rig.store.fetch
     load = dataclasses.replace(rig.load(), deadline=deadline)

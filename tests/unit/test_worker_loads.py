@@ -15,7 +15,7 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.record_format import HEADER_BYTES, digests_of
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
-from lmcache_hybrid.worker import copies, loads, worker
+from lmcache_hybrid.worker import copy_threads, loads, worker
 from lmcache_hybrid.worker.loads import PART_BYTES
 from tests.naive_store import NaiveStore
 
@@ -35,7 +35,7 @@ def rig(worker_rig):
 def test_a_load_restores_every_byte_and_touches_nothing_else(
     rig, monkeypatch, plan, part_bytes, start, threads
 ):
-    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0 if threads else 1 << 30)
+    monkeypatch.setattr(copy_threads, "WORTH_A_THREAD", 0 if threads else 1 << 30)
     rig = rig(plan, part_bytes=part_bytes).saved()
     # Distinct destinations, because groups overlay each other in the buffer.
     attention = tuple(tuple(range(4 + start, 7)) for _ in plan.attention)
@@ -122,7 +122,7 @@ def test_a_load_with_a_deadline_goes_record_by_record(rig):
 
 
 def test_a_large_part_that_finds_no_room_goes_in_small_ones(rig, monkeypatch):
-    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(copy_threads, "WORTH_A_THREAD", 0)
     monkeypatch.setattr(loads, "FEWEST", 1)
     rig = rig(part_bytes=1024).saved()
     fetch, seen = rig.store.fetch, []
@@ -158,7 +158,7 @@ def test_a_part_that_finds_no_room_goes_record_by_record(rig):
 @pytest.mark.parametrize("always", [False, True])
 def test_parts_that_find_no_room_go_one_by_one(rig, monkeypatch, always):
     """The ones beside them may have held it."""
-    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(copy_threads, "WORTH_A_THREAD", 0)
     rig = rig(part_bytes=1).saved()
     fetch, refused = rig.store.fetch, set()
 
@@ -376,8 +376,8 @@ def test_a_request_that_ends_while_its_load_runs_is_reported_after_it(rig):
 @pytest.mark.parametrize("crowded", [False, True])
 def test_a_load_stops_at_its_next_part_when_its_request_ends(rig, monkeypatch, threads, crowded):
     """vLLM gives an aborted request's blocks to nobody before its load is reported."""
-    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0 if threads else 1 << 30)
-    monkeypatch.setattr(copies, "COPIERS", 1)
+    monkeypatch.setattr(copy_threads, "WORTH_A_THREAD", 0 if threads else 1 << 30)
+    monkeypatch.setattr(copy_threads, "COPIERS", 1)
     rig = rig(part_bytes=1).saved()
     load, fetch, read = rig.load(), rig.store.fetch, []
     reading, go_on = threading.Event(), threading.Event()
@@ -451,7 +451,7 @@ def test_an_engine_that_lmcache_could_not_close_is_closed(open_):
 
 def test_a_save_does_not_wait_for_a_load(rig, monkeypatch):
     """The store may take seconds for what a load waits for, and a step waits for its save."""
-    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(copy_threads, "WORTH_A_THREAD", 0)
     rig = rig(part_bytes=1).saved()
     load, fetch = rig.load(), rig.store.fetch
     begun, gate = threading.Event(), threading.Event()

@@ -19,7 +19,9 @@ from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.tools.accept.tiers import missing_of, refusals, tiers_of
-from lmcache_hybrid.worker.copies import Copies, CopyJob, CopyThreads, copies_for
+from lmcache_hybrid.worker.copies import Copies, CopyJob
+from lmcache_hybrid.worker.copy_threads import CopyThreads
+from lmcache_hybrid.worker.streams import copies_for
 
 if TYPE_CHECKING:
     from lmcache_hybrid.connector import HybridConnector

@@ -3,7 +3,7 @@
 
 from tests.mutants.defect import Defect, always, each_of, gone, passes
 
-COPIES = "lmcache_hybrid/worker/copies.py"
+COPIES = "lmcache_hybrid/worker/streams.py"
 
 MISTAKES = {
     "lmcache_hybrid/storage/host_memory.py": {
@@ -27,7 +27,7 @@ MISTAKES = {
             "    memory.madvise(mmap.MADV_DONTFORK)\n"
         ),
     },
-    "lmcache_hybrid/worker/device_copies.py": {
+    "lmcache_hybrid/worker/driver_batches.py": {
         "a save may read pages before the forward has written them": (
             "is_src_access_order_any=not to_host",
             "is_src_access_order_any=True",
@@ -91,7 +91,7 @@ MISTAKES = {
             '        after, self._mark = getattr(self, "_mark", mark), mark\n',
         ),
     },
-    "lmcache_hybrid/worker/copies.py": {
+    "lmcache_hybrid/worker/streams.py": {
         "a load does not wait for its mark": gone("        stream.wait_event(after.event)\n"),
         "the mark is on the thread's current device, whichever that is": (
             "self._module.current_stream(self._device)",
@@ -126,6 +126,8 @@ MISTAKES = {
             "        self._module.set_device(self._device.index or 0)\n",
             "it would create a context.\n",
         ),
+    },
+    "lmcache_hybrid/worker/copy_threads.py": {
         "more threads copy than the docs say": ("COPIERS = 4\n", "COPIERS = 8\n"),
     },
     "lmcache_hybrid/worker/saver.py": {

@@ -79,7 +79,7 @@ MISTAKES = {
             "            return UNAVAILABLE\n        return self.cancel() or UNAVAILABLE",
         ),
     },
-    "lmcache_hybrid/worker/copies.py": {
+    "lmcache_hybrid/worker/copy_threads.py": {
         "a failed load is reported while parts of it still copy": (
             "                call.cancel()\n            wait(calls)\n",
             "                call.cancel()\n",

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from lmcache_hybrid.core.errors import LoadError
-from lmcache_hybrid.worker import copies
-from lmcache_hybrid.worker import device_copies as transfers
-from lmcache_hybrid.worker.device_copies import (
+from lmcache_hybrid.worker import driver_batches, streams
+from lmcache_hybrid.worker.driver_batches import (
     BatchedTransfer,
     copy_one_by_one,
     join,
@@ -97,15 +96,17 @@ def gpu(monkeypatch):
     """What the choice and each call ask of CUDA; change its fields to change the answer."""
     state = SimpleNamespace(cuda="13.0", driver=13000, device=0, stream=42, pinned=True)
     monkeypatch.setattr(torch.version, "cuda", state.cuda)
-    monkeypatch.setattr(transfers, "_driver_version", lambda: state.driver)
+    monkeypatch.setattr(driver_batches, "_driver_version", lambda: state.driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: state.device)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=state.stream)
     )
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: state.pinned)
-    monkeypatch.setattr(transfers, "MIN_BATCHED", 0)
-    monkeypatch.setattr(transfers, "_stream", lambda device: Stream())
-    monkeypatch.setattr(transfers, "_pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(driver_batches, "MIN_BATCHED", 0)
+    monkeypatch.setattr(driver_batches, "_stream", lambda device: Stream())
+    monkeypatch.setattr(
+        driver_batches, "_pinned", lambda size: torch.zeros(size, dtype=torch.uint8)
+    )
     zeros = torch.zeros
     monkeypatch.setattr(
         torch,
@@ -247,7 +248,7 @@ def test_a_batch_has_an_end(op, gpu):
 @pytest.mark.parametrize("to_host", [False, True])
 def test_small_pieces_are_not_batched_to_the_device(op, gpu, monkeypatch, to_host):
     """Drivers copy other bytes now and then where such are in a batch."""
-    monkeypatch.setattr(transfers, "MIN_BATCHED", 20)
+    monkeypatch.setattr(driver_batches, "MIN_BATCHED", 20)
     small, large, both = (apart(4, size) for size in (19, 20, 21))
     both[2] = small[3]
     kept = [small[:3], large, both]
@@ -261,9 +262,9 @@ def test_small_pieces_are_not_batched_to_the_device(op, gpu, monkeypatch, to_hos
 
 def test_batches_are_such_as_were_seen_to_be_right():
     """Of ``benchmarks.gpu.batches``: no piece below 4,096 bytes, no more than 512 in a call."""
-    assert transfers.MIN_BATCHED >= 4096 and transfers.MAX_BATCH <= 512
-    cuts, _ = transfers._checked_cuts()
-    assert all(end - start >= transfers.MIN_BATCHED for start, end in cuts)
+    assert driver_batches.MIN_BATCHED >= 4096 and driver_batches.MAX_BATCH <= 512
+    cuts, _ = driver_batches._checked_cuts()
+    assert all(end - start >= driver_batches.MIN_BATCHED for start, end in cuts)
 
 
 class Record(NamedTuple):
@@ -390,7 +391,7 @@ def test_an_op_that_copies_other_bytes(op, gpu, hybrid_log, monkeypatch, to_host
         op.spoil = int(way == to_host)
         real(spans, way)
 
-    monkeypatch.setattr(transfers, "queue_batched", queue)
+    monkeypatch.setattr(driver_batches, "queue_batched", queue)
     plain(hybrid_log, "other bytes")
 
 
@@ -434,7 +435,7 @@ def test_the_version_of_the_driver(monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", library)
     for installed in (12090, None):
-        assert transfers._driver_version() == (installed or 0)
+        assert driver_batches._driver_version() == (installed or 0)
 
 
 def test_a_device_that_is_no_gpu_copies_one_by_one(hybrid_log):
@@ -445,7 +446,7 @@ def test_a_device_that_is_no_gpu_copies_one_by_one(hybrid_log):
 def test_the_choice_is_what_a_worker_copies_with(op, gpu, monkeypatch):
     made = []
     monkeypatch.setattr(
-        copies, "StreamCopies", lambda device, transfer: made.append(transfer) or made
+        streams, "StreamCopies", lambda device, transfer: made.append(transfer) or made
     )
-    assert copies.copies_for(GPU, None) is made
+    assert streams.copies_for(GPU, None) is made
     assert isinstance(made[0], BatchedTransfer)

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.worker.pages import Pair, Spans
 
-logger = init_logger("vllm.lmcache_hybrid.worker.device_copies")
+logger = init_logger("vllm.lmcache_hybrid.worker.driver_batches")
 
 # The CUDA version that added cuMemcpyBatchAsync, 12.8, in the driver's numbering.
 BATCHES_SINCE = 12080
