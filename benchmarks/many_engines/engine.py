@@ -18,8 +18,9 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.protocol.lookup import LookupRequest
-from lmcache_hybrid.protocol.prefix import Prefix, load_keys
+from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_format import digests_of, record_bytes

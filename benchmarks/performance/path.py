@@ -18,9 +18,10 @@ import torch
 
 from benchmarks.performance import plain_reads
 from benchmarks.performance.shapes import Shape
+from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
-from lmcache_hybrid.protocol.prefix import Prefix, load_keys
+from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage.disk.backend import THREADS, LocalDisk
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker.worker import HybridWorker

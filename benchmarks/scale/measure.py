@@ -10,9 +10,10 @@ from redis.crc import key_slot
 
 from benchmarks.performance.path import Rank, prefix_of, rank
 from benchmarks.performance.shapes import Shape
+from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
-from lmcache_hybrid.protocol.prefix import Prefix, load_keys
+from lmcache_hybrid.protocol.prefix import Prefix
 
 SLOTS = 16384
 

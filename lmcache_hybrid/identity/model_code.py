@@ -2,7 +2,7 @@
 """Identifies a model's code from outside vLLM.
 
 vLLM's own classes count with vLLM's version, torch's change at most the order of sums, and code
-beside the weights counts with those files (:mod:`lmcache_hybrid.identity.weights`). The rest is
+beside the weights counts with those files (:mod:`lmcache_hybrid.identity.model_files`). The rest is
 code of plugins, of transformers, and of other repositories than the model's.
 """
 
@@ -19,7 +19,8 @@ from torch import nn
 from lmcache_hybrid.core.errors import UnknownCodeError
 from lmcache_hybrid.identity.code import code_identity, homes
 from lmcache_hybrid.identity.hub_cache import main_commit, snapshot_at
-from lmcache_hybrid.identity.weights import LOADED, folder_of, models_of
+from lmcache_hybrid.identity.model_files import folder_of
+from lmcache_hybrid.identity.weights import LOADED, models_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from lmcache_hybrid.core.counts import WorkerCounts
 from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
-from lmcache_hybrid.protocol.prefix import Prefix, load_keys, record_keys, tail_keys
+from lmcache_hybrid.protocol.hit_records import load_keys, record_keys, tail_keys
+from lmcache_hybrid.protocol.prefix import Prefix
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.core.errors import RemovalError
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
-from lmcache_hybrid.protocol.prefix import block_keys
+from lmcache_hybrid.protocol.hit_records import block_keys
 from lmcache_hybrid.storage.store import Store
 
 logger = init_logger("vllm.lmcache_hybrid.storage.drops")

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
+from lmcache_hybrid.protocol.hit_records import block_keys, record_keys, used_keys
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
-from lmcache_hybrid.protocol.prefix import block_keys, record_keys, used_keys
 from lmcache_hybrid.storage.store import Store
 
 

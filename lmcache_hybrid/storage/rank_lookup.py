@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
-from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
-from lmcache_hybrid.protocol.prefix import (
-    Prefix,
+from lmcache_hybrid.protocol.hit_records import (
     inner_keys,
     load_keys,
     record_keys,
     tail_keys,
     used_keys,
 )
+from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
+from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage.store import Claim, Store
 
 # Boundaries to locate at once if the deepest one is incomplete.

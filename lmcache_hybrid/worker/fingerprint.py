@@ -21,7 +21,8 @@ from lmcache_hybrid.config.drafts import hash_look_ahead
 from lmcache_hybrid.core.errors import UnknownContentError
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.model_code import model_code
-from lmcache_hybrid.identity.weights import files_identity, weights_identity
+from lmcache_hybrid.identity.model_files import files_identity
+from lmcache_hybrid.identity.weights import weights_identity
 from lmcache_hybrid.storage import record_format
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.worker import fingerprint_settings as settings

@@ -18,8 +18,8 @@ from lmcache_hybrid.core.keys import STATE
 from lmcache_hybrid.core.lmcache_stats import Monitor
 from lmcache_hybrid.core.threads import started as started_thread
 from lmcache_hybrid.identity.adapters import LoadedAdapters
+from lmcache_hybrid.protocol.hit_records import used_keys
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata, SaveSpec
-from lmcache_hybrid.protocol.prefix import used_keys
 from lmcache_hybrid.storage.store import Store
 from lmcache_hybrid.worker.copies import Copies, Records, gather_records
 from lmcache_hybrid.worker.pages import GroupPages

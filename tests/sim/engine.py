@@ -35,9 +35,9 @@ import lmcache_hybrid.connector
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.groups import GroupPlan, plan_groups
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
+from lmcache_hybrid.protocol.hit_records import block_keys
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
-from lmcache_hybrid.protocol.prefix import block_keys
 from lmcache_hybrid.scheduler import waits
 from lmcache_hybrid.storage import keep_shares
 from lmcache_hybrid.storage.rank_lookup import RankLookup

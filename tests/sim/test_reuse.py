@@ -11,7 +11,8 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE
-from lmcache_hybrid.protocol.prefix import Prefix, record_keys
+from lmcache_hybrid.protocol.hit_records import record_keys
+from lmcache_hybrid.protocol.prefix import Prefix
 
 from .engine import SimEngine
 from .program import TRUNKS

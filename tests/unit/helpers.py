@@ -31,9 +31,10 @@ from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
+from lmcache_hybrid.protocol.hit_records import record_keys
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
-from lmcache_hybrid.protocol.prefix import Prefix, record_keys
+from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.request_options import RequestOptionsReader
 from lmcache_hybrid.storage import drops, keeps

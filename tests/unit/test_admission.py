@@ -4,8 +4,8 @@
 import pytest
 from vllm.v1.request import Request
 
+from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.protocol.metadata import LoadSpec
-from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.scheduler.prompt import prefix_of
 
 from .helpers import PLAN, WIDE, WINDOWS, Later, N, Ranks, make_request, put

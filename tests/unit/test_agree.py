@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_hybrid.protocol.agreement import agree
+from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
-from lmcache_hybrid.protocol.prefix import load_keys
 
 from .helpers import PLAN, PREFIX, Ranks, fill, make_prefix, question, reach
 

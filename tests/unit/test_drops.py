@@ -5,8 +5,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.protocol.drop import DropResult
+from lmcache_hybrid.protocol.hit_records import block_keys
 from lmcache_hybrid.protocol.metadata import NOTHING
-from lmcache_hybrid.protocol.prefix import block_keys
 from lmcache_hybrid.scheduler import drops
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.storage.drops import CLOSED, IN_USE

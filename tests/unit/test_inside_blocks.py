@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE
-from lmcache_hybrid.protocol.prefix import load_keys, tail_keys
+from lmcache_hybrid.protocol.hit_records import load_keys, tail_keys
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 
 from .helpers import PLAN, N, make_request, put

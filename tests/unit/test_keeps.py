@@ -7,8 +7,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE
+from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
-from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.scheduler import keeps
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.storage.keep_shares import OF_SALT, KeptNames

@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from lmcache_hybrid.config.options import log_events, read_options
 from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.core.keys import STATE, tags_digest, wide_hash
-from lmcache_hybrid.protocol.prefix import record_keys
+from lmcache_hybrid.protocol.hit_records import record_keys
 from lmcache_hybrid.protocol.record_reports import (
     DISK,
     RAM,

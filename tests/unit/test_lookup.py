@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.protocol.hit_records import load_keys, used_keys
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
-from lmcache_hybrid.protocol.prefix import load_keys, used_keys
 from lmcache_hybrid.storage.rank_lookup import CANDIDATES, RankLookup
 from tests.naive_store import NaiveStore
 

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+from lmcache_hybrid.protocol.hit_records import tail_keys
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import SaveSpec
-from lmcache_hybrid.protocol.prefix import Prefix, tail_keys
+from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler import waits as module
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of

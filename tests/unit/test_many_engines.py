@@ -23,7 +23,7 @@ from benchmarks.many_engines.engine import (
     prefix_of,
 )
 from benchmarks.many_engines.stores import kind_of, opened
-from lmcache_hybrid.protocol.prefix import load_keys
+from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.record_format import HEADER_BYTES, record_bytes
 from tests.marks import slow

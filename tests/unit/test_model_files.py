@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from lmcache_hybrid.core.errors import UnknownWeightsError
-from lmcache_hybrid.identity.weights import files_identity
+from lmcache_hybrid.identity.model_files import files_identity
 from lmcache_hybrid.storage.key_names import readable_name
 
 

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.performance.path import prefix_of
 from benchmarks.performance.shapes import QWEN36_27B, SMALL
 from benchmarks.scale.model import Sizes, Stream, demand, hot_key_bytes
-from lmcache_hybrid.protocol.prefix import load_keys
+from lmcache_hybrid.protocol.hit_records import load_keys
 
 
 def sizes_of(shape, ranks: int = 1) -> Sizes:

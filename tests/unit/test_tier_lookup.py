@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.protocol.lookup import LookupRequest
-from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.storage import silent_stores, tier_lookup
 from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.rank_lookup import RankLookup

@@ -86,7 +86,7 @@ MISTAKES = {
             "                    self._residency.discarded(key)\n"
         ),
     },
-    "lmcache_hybrid/protocol/prefix.py": {
+    "lmcache_hybrid/protocol/hit_records.py": {
         "a drop leaves boundaries inside a block": (
             "            if tokens in prefix.inner:\n",
             "            if tokens not in prefix.inner:\n",

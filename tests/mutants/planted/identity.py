@@ -172,6 +172,8 @@ MISTAKES = {
             '        own[label] = own[label] and f"',
             '        own[label] = own[label] or f"',
         ),
+    },
+    "lmcache_hybrid/identity/model_files.py": {
         "code in subfolders of a model's folder does not count": (
             "        code = (Path(place, name) for name in names if fnmatch(name, _CODE))\n",
             "        code = (Path(place, name) for name in names[:0])\n",

@@ -109,6 +109,8 @@ MISTAKES = {
             "None if elastic else LOADED.of(config)",
             "LOADED.of(config)",
         ),
+    },
+    "lmcache_hybrid/identity/model_files.py": {
         "a name on a hub without a commit counts as known": (
             '    if not re.fullmatch("[0-9a-f]{40}", commit or ""):\n',
             '    if commit == "":\n',

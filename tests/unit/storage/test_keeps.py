@@ -9,8 +9,9 @@ import pytest
 
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, STATE
+from lmcache_hybrid.protocol.hit_records import block_keys, load_keys
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
-from lmcache_hybrid.protocol.prefix import Prefix, block_keys, load_keys
+from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage import keep_shares, keeps
 from lmcache_hybrid.storage.keep_shares import OF_SALT, KeptNames
 from lmcache_hybrid.storage.record_format import record_bytes

@@ -4,7 +4,7 @@
 import pytest
 
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.protocol.prefix import load_keys
+from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.scheduler.pin_limit import Pins
 from lmcache_hybrid.scheduler.prompt import prefix_of
 from lmcache_hybrid.storage.rank_lookup import RankLookup
