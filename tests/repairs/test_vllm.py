@@ -138,7 +138,7 @@ def test_beside_a_connector_hashes_do_not_look_ahead():
     config = Setup(drafts=1, mtp=True).vllm_config(base_config()[0])
     patched = VllmConfig.num_hash_lookahead_tokens.fget
     assert patched(config) == 1
-    return patched.__wrapped__(config) == 0
+    return inspect.unwrap(patched)(config) == 0
 
 
 @shows_bug_of(sessions.forget_columns_of_parts)
