@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY, TRUSTED_OWNER_KEY
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.stores import shared_folders
-from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.errors import FULL_DISK, ConfigError
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -103,6 +103,30 @@ def settle_disk_folder(config: "LMCacheEngineConfig", parallel: Any) -> None:
     config.local_disk = config._hybrid_folders = ",".join(folders)
 
 
+def _probe(option: str, path: str) -> None:
+    """Write a file into a folder; a full disk is only warned of, for its records are still hit.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    try:
+        # A unique name: engines that share the folder probe it at the same time.
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".lmcache-hybrid-") as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        disk = os.statvfs(path)
+        why = "no inode is free" if disk.f_files and not disk.f_favail else error.strerror
+        logger.warning_once(
+            "LMCache option %s=%r has no room for another file (%s), so what is new is stored only "
+            "where older records make room; make room there, or choose another folder.",
+            option,
+            path,
+            why,
+        )
+
+
 def check_folder(option: str, path: str, trusted: int | None = None) -> None:
     """Create the folder if it is missing, readable by this user only, and write a probe into it.
 
@@ -115,7 +139,7 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
 
     Raises:
         ConfigError: it belongs to another user (root is fine), or to the trusted one and others
-            may write to it, or it cannot be written.
+            may write to it, or it cannot be written although its disk is not full.
     """
     path = os.path.abspath(path)
     above = os.path.dirname(path)
@@ -129,14 +153,13 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status = os.stat(path)
-        # A unique name: engines that share the folder probe it at the same time.
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".lmcache-hybrid-") as probe:
-            probe.write(b"probe")
+        _probe(option, path)
     except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
+        full = getattr(error, "errno", None) in FULL_DISK
         raise ConfigError(
             f"LMCache option {option}={path!r} cannot be written "
             f"({getattr(error, 'strerror', error)}); "
-            "make it a writable directory or choose another."
+            f"make {'room there' if full else 'it a writable directory'} or choose another."
         ) from error
     if status.st_uid not in (os.geteuid(), 0):
         if status.st_uid != trusted:

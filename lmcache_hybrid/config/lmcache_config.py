@@ -130,7 +130,7 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
         if holds_password(value) and not quiet:
             logger.warning(
                 "%s holds a password, which this machine's users see in the list of processes; "
-                "put it into a file and name that in %s.",
+                "put it into a file and name that in %s (S3: use AWS' own files or variables).",
                 key,
                 PASSWORD_FILE,
             )

@@ -201,7 +201,7 @@ def without_prefix(extra: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(extra.get("lmcache"), dict):
         yield (
             "kv_connector_extra_config has a table 'lmcache', which nobody reads; write its "
-            "options as lmcache.NAME."
+            "options as lmcache.NAME in JSON: vLLM makes a table of flags with dots."
         )
 
 

@@ -21,11 +21,20 @@ PASSWORD_FILE, CA_FILE = "LMCACHE_HYBRID_REDIS_PASSWORD_FILE", "LMCACHE_HYBRID_R
 SEVERAL_HOSTS = ("redis-cluster", "redis-sentinel")
 # Keys of LMCache's extra_config that its Redis plugin reads a URL from.
 PLUGIN_URLS = ("remote_storage_plugin.redis.redis_url", "redis_url")
+# Keys of LMCache's extra_config that its S3 client reads a login from.
+S3_KEYS = ("aws_access_key_id", "aws_secret_access_key")
 # redis-py also takes a password there: unix:///run/redis.sock?password=...
 _IN_QUERY = re.compile(r"(?<=[?&])password=([^&#]*)&?")
 
 # (user, password) that :func:`hide_passwords` took out of a URL, by the remaining URL.
 _hidden: dict[str, tuple[str, str]] = {}
+
+
+class _Hidden(str):
+    """A secret that LMCache's log of its configuration leaves out."""
+
+    def __repr__(self) -> str:
+        return "'***'"
 
 
 def without_password(url: str) -> str:
@@ -75,7 +84,7 @@ def connection_options(url: str) -> dict[str, Any]:
 def _password() -> str:
     path = os.environ.get(PASSWORD_FILE)
     if not path:
-        return os.environ.get(PASSWORD, "")
+        return os.environ.get(PASSWORD, "").removesuffix("\n")
     try:
         return Path(path).read_text().removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -163,9 +172,10 @@ def split_url(url: str) -> SplitResult:
 
 
 def hide_passwords(config: "LMCacheEngineConfig") -> None:
-    """Take logins out of URLs before LMCache logs them. Mutates ``config``.
+    """Hide logins before LMCache logs its configuration. Mutates ``config``.
 
-    In this process :func:`connection_options` still finds them by the remaining URL.
+    They are taken out of URLs, where :func:`connection_options` still finds them in this process by
+    the remaining URL. Those of S3 stay, but for their ``repr``.
     """
     if config.remote_url:
         config.remote_url = _hide(config.remote_url)
@@ -173,6 +183,9 @@ def hide_passwords(config: "LMCacheEngineConfig") -> None:
     for name in PLUGIN_URLS:
         if isinstance(extra.get(name), str):
             extra[name] = _hide(extra[name])
+    for name in S3_KEYS:
+        if isinstance(extra.get(name), str):
+            extra[name] = _Hidden(extra[name])
 
 
 def plugin_url(config: "LMCacheEngineConfig") -> tuple[str, str]:
@@ -208,9 +221,9 @@ def _hide(url: str) -> str:
 
 
 def holds_password(value: object) -> bool:
-    """Whether this setting contains a URL with a password."""
+    """Whether this setting contains a URL with a password, or the secret key of S3."""
     if isinstance(value, dict):
-        return any(map(holds_password, value.values()))
+        return bool(value.get(S3_KEYS[1])) or any(map(holds_password, value.values()))
     return isinstance(value, str) and bool(login_of(value)[1])
 
 

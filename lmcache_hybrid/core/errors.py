@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of this package."""
 
+import errno
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lmcache_hybrid.core.keys import RecordKey
+
+# Numbers of an OSError where a disk, its inodes or a quota are used up.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ConfigError(ValueError):

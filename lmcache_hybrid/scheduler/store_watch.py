@@ -71,20 +71,21 @@ class StoreWatch:
         helps = plan.with_unit(1).unit and not plan.unit
         self._finer = suggested_unit(plan.block_size) if helps else 0
         self._options, self._clock = options, clock
-        self._holds = False  # whether the store is known to hold records
+        # Whether the store is known to hold records, and whether a lookup has found some.
+        self._holds = self._found = False
         self._unstored, self._missed = Spell(), Spell()
         self.in_ram = True
 
     def answered(self, tracker: RequestTracker, asked: LookupRequest, result: LookupResult) -> None:
         """Take a prompt's lookup result."""
         if result.boundary or result.tail:
-            tracker.found = self._holds = True
+            tracker.found = self._found = self._holds = True
             if self._missed.count:
                 self._end(self._missed, "LMCache serves hits again.")
             return
         why = None
         if result.attention:
-            tracker.found = self._holds = True
+            tracker.found = self._found = self._holds = True
             why = "states"
         elif not result.available:
             why = "silent"
@@ -125,6 +126,8 @@ class StoreWatch:
             self._holds = True
             if self._unstored.count or self._unstored.why:
                 self._end(self._unstored, "LMCache stores prompts again.")
+        elif failed and not self.in_ram:
+            self._holds = self._found  # saves that were counted before may have failed as well
         for why, times in counts.get("worker.skipped_saves", {}).items():
             self._unstored.why[f"save {why}"] += times
         for backend, times in failed.items():
@@ -132,7 +135,7 @@ class StoreWatch:
 
     def forget(self) -> None:
         """Start over: the store was cleared."""
-        self._holds = False
+        self._holds = self._found = False
         self._unstored, self._missed = Spell(), Spell()
 
     def _is_due(self, spell: Spell, most: int, few: int) -> bool:

@@ -6,13 +6,16 @@ Loads and writes tell silence by themselves: ``storage/remote/reader.py`` and
 """
 
 import math
+import time
 
 from lmcache_hybrid.core.backoff import Backoff
 
-# The first and the longest pause for a store that did not answer, and between two lines of the log
-# about one that fails.
+# The first and the longest pause for a store that did not answer.
 FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
+# The shortest and the longest time between two lines of the log about one.
+FIRST_SAID_SECONDS = 10.0
+SAID_SECONDS = 3600.0
 # A store given less than this share of the longest time so far is not taken as silent.
 FAIR_PART = 0.25
 
@@ -44,8 +47,8 @@ class SilentStores:
         return seconds > 0 and seconds >= FAIR_PART * self._longest
 
     def is_news(self, name: str) -> bool:
-        """Whether to log that a store failed: less often the longer it fails."""
-        said = self._said.setdefault(name, Backoff(FIRST_PAUSE_SECONDS, PAUSE_SECONDS))
+        """Whether to log that a store failed or is silent: less often the longer it is so."""
+        said = self._said.setdefault(name, Backoff(FIRST_SAID_SECONDS, SAID_SECONDS))
         if said.lasts:
             return False
         said.fail()
@@ -53,5 +56,6 @@ class SilentStores:
 
     def answered(self, name: str) -> None:
         self._pauses.pop(name, None)
-        if name in self._said:
-            self._said[name].succeed()
+        if said := self._said.get(name):
+            said.succeed()
+            said.until = min(said.until, time.monotonic() + FIRST_SAID_SECONDS)

@@ -70,12 +70,13 @@ def _held(
         if not fair:  # a busy rank began late: not the store's fault
             return [False] * len(keys)
         pause = silent.add(name)
-        logger.warning(
-            "%s did not answer a cache lookup in time (lookup_timeout_ms): it counts as empty "
-            "for %.0f s. Check the store and the network to it.",
-            name,
-            pause,
-        )
+        if silent.is_news(name):
+            logger.warning(
+                "%s did not answer a cache lookup in time (lookup_timeout_ms): it counts as empty "
+                "for %.0f s, and longer if that goes on. Check the store and the network to it.",
+                name,
+                pause,
+            )
     except Exception as error:
         if silent.is_news(name):
             # redis errors leave the server's message out of their repr.

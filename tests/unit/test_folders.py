@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of stores: who makes them, who may own them, and which are refused."""
 
+import errno
 import os
 import stat
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +86,22 @@ def test_a_folder_of_root_is_taken_and_one_of_everybody_told(tmp_path, hybrid_lo
     tmp_path.chmod(0o1777)
     folders.check_folder("local_disk", str(tmp_path))
     assert "chmod o-w" in hybrid_log.records[0].getMessage()
+
+
+@pytest.mark.parametrize("free", [0, 5])
+def test_a_full_disk_is_warned_of(tmp_path, monkeypatch, hybrid_log, free):
+    """Its records are hit as before, and new ones take the place of old ones."""
+
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folders.tempfile, "NamedTemporaryFile", full)
+    inodes = SimpleNamespace(f_files=60, f_favail=free)
+    monkeypatch.setattr(folders.os, "statvfs", lambda path: inodes)
+    folders.check_folder("local_disk", str(tmp_path / "records"))
+    (line,) = [record.getMessage() for record in hybrid_log.records]
+    why = "No space left on device" if free else "no inode is free"
+    assert f"has no room for another file ({why})" in line and "make room there" in line
 
 
 def test_refuses_one_bad_folder_of_several(tmp_path):

@@ -364,6 +364,23 @@ def test_what_is_no_password_stays_in_the_url(monkeypatch, url):
         assert connection_options(url) == {"password": "pw"}
 
 
+def test_a_password_in_a_variable_may_end_with_a_line(monkeypatch):
+    """As of a Secret of Kubernetes that was made with echo."""
+    monkeypatch.setenv(login.PASSWORD, "pw\n")
+    assert connection_options("redis://cache:6379") == {"password": "pw"}
+
+
+def test_the_keys_of_s3_are_used_and_not_logged():
+    keys = {"aws_access_key_id": "AKIA1", "aws_secret_access_key": "cret/9"}
+    config = LMCacheEngineConfig.from_defaults(
+        remote_url="s3://b.s3.aws.com", extra_config={**keys, "s3_region": "us-east-1"}
+    )
+    assert login.holds_password(config.extra_config)
+    login.hide_passwords(config)
+    assert "cret" not in f"{config} {config.extra_config}" and "AKIA1" not in str(config)
+    assert {name: config.extra_config[name] for name in keys} == keys
+
+
 def test_the_engine_and_the_doctor_ask_for_the_files_first(monkeypatch):
     monkeypatch.setenv(login.PASSWORD_FILE, "/nowhere")
     config = LMCacheEngineConfig.from_defaults(remote_url="redis://localhost:1")

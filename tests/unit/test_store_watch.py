@@ -133,6 +133,15 @@ def test_ranks_that_answer_no_lookup_are_named(life):
     assert "ranks gave no answer to 50 lookups" in line
 
 
+def test_an_empty_store_is_not_said_to_hold_what_failed_after_it_was_counted(life):
+    """Ranks count a save when they hand it over, and a failed write when it has failed."""
+    one = life()
+    one.watch.in_ram = False
+    one.prompts(1, saves=SAVED)
+    one.prompts(LOOKUPS + PROMPTS, saves={"worker.failed_writes": {"RemoteBackend": 3}})
+    assert not [line for line in one.said() if "LMCache holds records" in line]
+
+
 @pytest.mark.parametrize("in_ram", [True, False])
 def test_what_no_backend_took_is_not_stored(life, in_ram):
     """In RAM it is, whatever another backend does."""

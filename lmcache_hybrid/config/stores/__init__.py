@@ -91,9 +91,14 @@ def _check_scheme(url: str) -> None:
     Python also reads ``REDIS://host`` and ``redis:host``, but LMCache has no connector then and
     goes on without the store.
     """
-    scheme = url.partition("://")[0]
+    scheme, separator, _ = url.partition("://")
+    schemes = ", ".join(f"{scheme}://" for scheme in BY_SCHEME)
+    if not separator:
+        raise ConfigError(
+            f"LMCache option remote_url={without_password(url)!r} does not say which kind of store "
+            f"it is; begin it with one of {schemes}."
+        )
     if scheme not in BY_SCHEME:
-        schemes = ", ".join(f"{scheme}://" for scheme in BY_SCHEME)
         raise ConfigError(
             f"LMCache option remote_url={without_password(url)!r} names a store that cannot hold "
             f"states{_because(scheme)}; use one of {schemes}."

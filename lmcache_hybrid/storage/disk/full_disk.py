@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from lmcache_hybrid.core.backoff import Backoff
+from lmcache_hybrid.core.errors import FULL_DISK
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 # Attempts to write one record: three other writers may each take the space that it freed.
 TRIES = 5
 # Seconds for which writes run one by one after the disk was full.
@@ -58,7 +58,7 @@ class DiskFullHandler:
 
     def _note(self, error: OSError) -> None:
         """Note a full disk: writes now run one by one. Raises any other error."""
-        if error.errno not in FULL:
+        if error.errno not in FULL_DISK:
             raise error
         self._alone_until = time.monotonic() + ALONE_SECONDS
 

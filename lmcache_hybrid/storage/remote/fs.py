@@ -31,7 +31,7 @@ from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.folder.file_uses import FileUses
 from lmcache_hybrid.storage.folder.record_files import DATA, TEMPORARY, temporary_prefix
 from lmcache_hybrid.storage.remote.record_connector import (
-    RecordConnector,
+    BatchConnector,
     awaited,
     bytes_of,
     release_unread,
@@ -86,7 +86,7 @@ class BusyThreads:
         return self._busy >= self._threads and time.monotonic() - self._moved >= seconds
 
 
-class HybridFSConnector(RecordConnector):
+class HybridFSConnector(BatchConnector):
     """Reads, writes and looks up records.
 
     Made on any thread; its coroutines run on LMCache's loop.
@@ -104,7 +104,7 @@ class HybridFSConnector(RecordConnector):
         """
         super().__init__(context)
         self._pool = context.local_cpu_backend
-        self._folders = tuple(folders)
+        self._folders, self.shown = tuple(folders), ",".join(folders)
         for folder in self._folders:
             os.makedirs(folder, exist_ok=True)
         self._prefix, self._numbers = temporary_prefix(), itertools.count()
@@ -173,19 +173,14 @@ class HybridFSConnector(RecordConnector):
 
     # Writing
 
-    def support_batched_put(self) -> bool:
-        return True
+    def has_told(self, error: Exception) -> bool:
+        return isinstance(error, OSError) and error.errno is not None
 
-    async def batched_put(
-        self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]
-    ) -> None:
-        """Write values; each that fails is counted.
+    async def write(self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]) -> None:
+        """See :meth:`BatchConnector.write`.
 
         If all threads are stuck in writes, those queued behind them are dropped: they would hold
         the pool's memory for as long as the file server is away.
-
-        Raises:
-            Exception: of one that failed; the others were written.
         """
         jobs = [self._submit(*each) for each in zip(keys, memory_objs, strict=True)]
         left = ends = set(map(awaited, jobs))
@@ -228,7 +223,7 @@ class HybridFSConnector(RecordConnector):
         return await awaited(self._question(record_io.holds, self.path(key)))
 
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
-        """See :meth:`RecordConnector.existing`. A file that cannot be looked up is a miss.
+        """See :meth:`BatchConnector.existing`. A file that cannot be looked up is a miss.
 
         Raises:
             TimeoutError: no answer in time, or all reads are stuck.
@@ -299,7 +294,7 @@ class HybridFSConnector(RecordConnector):
             self._said.add((what, error.errno))
             logger.warning(
                 "Folder %s: a record cannot be %s (%s). %s",
-                ",".join(self._folders),
+                self.shown,
                 what,
                 error.strerror or error,
                 then,

@@ -15,10 +15,16 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+from vllm.logger import init_logger
 
+from lmcache_hybrid.core.backoff import Backoff
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.folder.record_io import Fate
 
+logger = init_logger("vllm.lmcache_hybrid.storage.remote.record_connector")
+
+# The shortest and the longest time between two lines of the log about writes that fail.
+FIRST_SAID_SECONDS, SAID_SECONDS = 60.0, 3600.0
 # LMCache's health check writes uninitialized memory: one byte reveals nothing of a prompt.
 CHECKED_BYTES = 1
 
@@ -78,9 +84,6 @@ class RecordConnector(RemoteConnector):
     def writing(self) -> int:
         """The number of writes queued or in flight."""
         return len(self._writes)
-
-    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
-        await self.batched_put([key], [memory_obj])
 
     def follow(self, job: Future[None], key: CacheEngineKey, memory: MemoryObj) -> None:
         """Count a queued write, and hold its memory, until it has ended.
@@ -160,6 +163,50 @@ class RecordConnector(RemoteConnector):
         for key in found:
             self.delete(key, max(0.0, ends - time.monotonic()))
         return len(found)
+
+
+class BatchConnector(RecordConnector):
+    """A connector that writes several records at once.
+
+    Attributes:
+        shown: the store, for the log, without a password.
+    """
+
+    shown: str
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._untold = Backoff(FIRST_SAID_SECONDS, SAID_SECONDS)
+
+    def support_batched_put(self) -> bool:
+        return True
+
+    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
+        """Write a value, as LMCache's health check does; see :meth:`write`."""
+        await self.write([key], [memory_obj])
+
+    async def batched_put(
+        self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]
+    ) -> None:
+        """Write values. Never raises: LMCache would log a failure of each batch."""
+        try:
+            await self.write(keys, memory_objs)
+        except Exception as error:
+            if not (self.has_told(error) or self._untold.lasts):
+                self._untold.fail()
+                logger.warning("Records cannot be written to %s: %s", self.shown, error)
+
+    @abc.abstractmethod
+    def has_told(self, error: Exception) -> bool:
+        """Whether the class itself has logged this error of a write, now or before."""
+
+    @abc.abstractmethod
+    async def write(self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]) -> None:
+        """Write values; each that fails is counted.
+
+        Raises:
+            Exception: of one that failed; the others were written.
+        """
 
 
 def awaited(job: Future[T]) -> asyncio.Future[T]:

@@ -35,7 +35,7 @@ from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.key_names import VALUE, printable
 from lmcache_hybrid.storage.remote import clients, redis_failures, sockets
 from lmcache_hybrid.storage.remote.record_connector import (
-    RecordConnector,
+    BatchConnector,
     awaited,
     bytes_of,
     release_unread,
@@ -61,7 +61,7 @@ SENTINEL_TIMEOUT = "REDIS_TIMEOUT"
 T = TypeVar("T")
 
 
-class HybridRedisConnector(RecordConnector):
+class HybridRedisConnector(BatchConnector):
     """Reads, writes and looks up records. Made on any thread; its coroutines run on LMCache's loop.
 
     Connects when first used, and again after a failure: an idle connection that the server has
@@ -102,7 +102,8 @@ class HybridRedisConnector(RecordConnector):
             stack.pop_all()
         # Coroutines that wait for a thread; used on LMCache's loop only.
         self._calls: set[asyncio.Task[Any]] = set()
-        self._refusals = Refusals(printable(without_password(url)), self.cause)
+        self.shown = printable(without_password(url))
+        self._refusals = Refusals(self.shown, self.cause)
         self._silent = -math.inf  # time.monotonic of the last write that timed out
 
     # Reading
@@ -151,19 +152,14 @@ class HybridRedisConnector(RecordConnector):
 
     # Writing
 
-    def support_batched_put(self) -> bool:
-        return True
+    def has_told(self, error: Exception) -> bool:
+        return isinstance(error, (redis.ResponseError, redis.AuthenticationError))
 
-    async def batched_put(
-        self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]
-    ) -> None:
-        """Write values; each that fails is counted.
+    async def write(self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]) -> None:
+        """See :meth:`BatchConnector.write`.
 
         If one finds the server silent, those queued behind it fail at once: they would hold the
         pool's memory, one after the other, for as long as it is silent.
-
-        Raises:
-            Exception: of the first that failed; the others were written.
         """
         jobs = [self._submit(*each) for each in zip(keys, memory_objs, strict=True)]
         for outcome in await asyncio.gather(*jobs, return_exceptions=True):

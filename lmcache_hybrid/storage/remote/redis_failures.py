@@ -62,6 +62,8 @@ def cause_of_failure(url: str, error: Exception) -> str:
     scheme, words = url.partition("://")[0].lower(), str(error).lstrip("-")
     if isinstance(error, MovedError) and scheme in ("redis", "rediss"):
         return f"it is a node of a cluster; {as_cluster(scheme)}"
+    if isinstance(error, redis.BusyLoadingError):
+        return f"it says {words!r}; wait until it has loaded"
     if words.startswith(_NO_LOGIN):
         return f"it asks for a password; put that into the file that {PASSWORD_FILE} names"
     tls = scheme == "rediss" or (scheme in (CLUSTER, SENTINEL) and bool(os.environ.get(CA_FILE)))

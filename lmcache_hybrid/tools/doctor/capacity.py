@@ -167,7 +167,7 @@ def _local_disk(paths: Sequence[Path], limit: int, ranks: int) -> Finding:
     fitting, fix = free + held, f"Free {size_text(missing)}"
     if fitting > FULL_BYTES:
         fix += f", or set max_local_disk_size to at most {in_gib(fitting // ranks)}"
-    return (error if free < FULL_BYTES else warning)(
+    return (warning if held or free >= FULL_BYTES else error)(
         "disk space", f"{message}, so the disk is full before LMCache evicts.", f"{fix}."
     )
 

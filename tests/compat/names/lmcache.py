@@ -35,6 +35,7 @@ LMCACHE = (
     # lmcache_hybrid/storage/remote, lmcache_hybrid/tools/stored
     Hook("redis", "RedisError"),
     Hook("redis", "ResponseError"),
+    Hook("redis", "BusyLoadingError"),
     Hook("redis.exceptions", "RedisClusterException"),
     Hook("redis.sentinel", "Sentinel.master_for", ("service_name",)),
     Hook("redis.sentinel", "Sentinel.sentinels"),

@@ -193,8 +193,8 @@ MISTAKES = {
     },
     "lmcache_hybrid/storage/remote/redis.py": {
         "a Redis that refuses records is not named": (
-            "Refusals(printable(without_password(url)), self.cause)",
-            'Refusals("Redis", self.cause)',
+            "self.shown = printable(without_password(url))",
+            'self.shown = "Redis"',
         ),
     },
     "lmcache_hybrid/config/no_hits.py": {

