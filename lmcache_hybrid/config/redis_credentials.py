@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, unquote, unquote_plus, urlsplit
 
-from redis.connection import parse_url
+from redis.connection import URL_QUERY_ARGUMENT_PARSERS, parse_url
 
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.secret_files import is_path
@@ -23,6 +23,8 @@ SEVERAL_HOSTS = ("redis-cluster", "redis-sentinel")
 PLUGIN_URLS = ("remote_storage_plugin.redis.redis_url", "redis_url")
 # Keys of LMCache's extra_config that its S3 client reads a login from.
 S3_KEYS = ("aws_access_key_id", "aws_secret_access_key")
+# What redis-py reads from a URL's query.
+IN_QUERY = {*URL_QUERY_ARGUMENT_PARSERS, "client_name", "username", "password"}
 # redis-py also takes a password there: unix:///run/redis.sock?password=...
 _IN_QUERY = re.compile(r"(?<=[?&])password=([^&#]*)&?")
 
@@ -41,7 +43,7 @@ def without_password(url: str) -> str:
     """Return ``url`` without user, password and query, safe to show."""
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return url.rpartition("@")[2]
+        return re.split("[?#]", url.rpartition("@")[2])[0]
     if scheme not in ("fs", "file"):  # these have no login, but paths with any character
         # Up to the last "@": a password that is not escaped may hold "/", "?" and "#".
         rest = re.split("[?#]", rest.rpartition("@")[2])[0]
@@ -128,9 +130,9 @@ def _ends_in_login(url: str) -> bool:
         return False
     if scheme.lower() == "unix":  # nothing but a login stands before the path
         return bool(first) and "@" not in first
-    # A query may hold an "@". No database does, and there are no fragments; a host has a name.
-    in_query = "?" in before and "=" in before.partition("?")[2]
-    return "#" in before or not in_query or (before.startswith(":") and "@" not in first)
+    # A query may hold an "@". No database does, and there are no fragments.
+    asked = before.partition("?")[2].partition("=")[0]
+    return "#" in before or not (asked in IN_QUERY or asked.startswith("ssl_"))
 
 
 def split_url(url: str) -> SplitResult:
@@ -224,7 +226,7 @@ def holds_password(value: object) -> bool:
     """Whether this setting contains a URL with a password, or the secret key of S3."""
     if isinstance(value, dict):
         return bool(value.get(S3_KEYS[1])) or any(map(holds_password, value.values()))
-    return isinstance(value, str) and bool(login_of(value)[1])
+    return isinstance(value, str) and (S3_KEYS[1] in value or bool(login_of(value)[1]))
 
 
 def unencrypted(url: str | None) -> str | None:

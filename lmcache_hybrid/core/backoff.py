@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pauses after failures."""
+"""Pauses after failures, and between lines of the log about them."""
 
 import math
 import time
+
+# The shortest and the longest time between two lines of the log about what goes on.
+FIRST_SAID_SECONDS, SAID_SECONDS = 60.0, 3600.0
 
 
 class Backoff:
@@ -36,3 +39,25 @@ class Backoff:
     def succeed(self) -> None:
         """Make the next pause short again."""
         self._next = self._first
+
+
+class LessOften:
+    """When to log a failure that goes on: at once, then less and less often.
+
+    After a minute without one, the next is logged at once. Used by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._pause = Backoff(FIRST_SAID_SECONDS, SAID_SECONDS)
+        self._last = -math.inf  # time.monotonic of the last failure
+
+    def is_news(self) -> bool:
+        """Whether to log the failure that has just been seen."""
+        now = time.monotonic()
+        if now - self._last > FIRST_SAID_SECONDS:
+            self._pause = Backoff(FIRST_SAID_SECONDS, SAID_SECONDS)
+        self._last = now
+        if self._pause.lasts:
+            return False
+        self._pause.fail()
+        return True

@@ -127,7 +127,9 @@ class StoreWatch:
             if self._unstored.count or self._unstored.why:
                 self._end(self._unstored, "LMCache stores prompts again.")
         elif failed and not self.in_ram:
-            self._holds = self._found  # saves that were counted before may have failed as well
+            # Saves that were counted before may have failed as well. Until ranks report some
+            # without a failure, or a lookup finds some, the store counts as empty.
+            self._holds = self._found
         for why, times in counts.get("worker.skipped_saves", {}).items():
             self._unstored.why[f"save {why}"] += times
         for backend, times in failed.items():

@@ -6,16 +6,12 @@ Loads and writes tell silence by themselves: ``storage/remote/reader.py`` and
 """
 
 import math
-import time
 
-from lmcache_hybrid.core.backoff import Backoff
+from lmcache_hybrid.core.backoff import Backoff, LessOften
 
 # The first and the longest pause for a store that did not answer.
 FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
-# The shortest and the longest time between two lines of the log about one.
-FIRST_SAID_SECONDS = 10.0
-SAID_SECONDS = 3600.0
 # A store given less than this share of the longest time so far is not taken as silent.
 FAIR_PART = 0.25
 
@@ -29,7 +25,7 @@ class SilentStores:
 
     def __init__(self) -> None:
         self._pauses: dict[str, Backoff] = {}  # by store
-        self._said: dict[str, Backoff] = {}  # of those that failed
+        self._said: dict[tuple[str, str], LessOften] = {}  # by store and kind of failure
         self._longest = 0.0  # seconds
 
     def __contains__(self, name: str) -> bool:
@@ -46,16 +42,9 @@ class SilentStores:
             self._longest = max(self._longest, seconds)
         return seconds > 0 and seconds >= FAIR_PART * self._longest
 
-    def is_news(self, name: str) -> bool:
-        """Whether to log that a store failed or is silent: less often the longer it is so."""
-        said = self._said.setdefault(name, Backoff(FIRST_SAID_SECONDS, SAID_SECONDS))
-        if said.lasts:
-            return False
-        said.fail()
-        return True
+    def is_news(self, name: str, kind: str) -> bool:
+        """Whether to log that a store failed or is silent, see :class:`.LessOften`."""
+        return self._said.setdefault((name, kind), LessOften()).is_news()
 
     def answered(self, name: str) -> None:
         self._pauses.pop(name, None)
-        if said := self._said.get(name):
-            said.succeed()
-            said.until = min(said.until, time.monotonic() + FIRST_SAID_SECONDS)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from lmcache.utils import CacheEngineKey
 from vllm.logger import init_logger
 
-from lmcache_hybrid.storage.silent_stores import SilentStores
+from lmcache_hybrid.storage.silent_stores import PAUSE_SECONDS, SilentStores
 from lmcache_hybrid.storage.tiers.base import StorageTier
 
 logger = init_logger("vllm.lmcache_hybrid.storage.tier_lookup")
@@ -70,15 +70,17 @@ def _held(
         if not fair:  # a busy rank began late: not the store's fault
             return [False] * len(keys)
         pause = silent.add(name)
-        if silent.is_news(name):
+        if silent.is_news(name, "silent"):
             logger.warning(
                 "%s did not answer a cache lookup in time (lookup_timeout_ms): it counts as empty "
-                "for %.0f s, and longer if that goes on. Check the store and the network to it.",
+                "for %.0f s, and then for up to %.0f s at a time. Check the store and the network "
+                "to it.",
                 name,
                 pause,
+                PAUSE_SECONDS,
             )
     except Exception as error:
-        if silent.is_news(name):
+        if silent.is_news(name, type(error).__name__):
             # redis errors leave the server's message out of their repr.
             said = f"{type(error).__name__}: {error}"
             logger.warning("Lookups in %s fail and count as misses: %s", name, said)

@@ -322,7 +322,12 @@ def test_a_password_in_a_plugins_url_is_hidden(monkeypatch, heard):
 @pytest.mark.parametrize("use", [parts_of, connect])
 @pytest.mark.parametrize(
     "url",
-    ["redis://:12?x=cret@cache:6379", "unix://:12/cret@/run/redis.sock", "unix://:12#cret@/r.sock"],
+    [
+        "redis://:12?x=cret@cache:6379",
+        "redis://u:12?x=cret@cache:6379",
+        "unix://:12/cret@/run/redis.sock",
+        "unix://:12#cret@/r.sock",
+    ],
 )
 def test_a_password_that_looks_like_a_port_or_a_path_is_told_without_it(use, url):
     with pytest.raises((ConfigError, StoreError), match="%2F") as error:
@@ -351,6 +356,7 @@ def test_a_password_with_signs_of_a_url_is_told_without_it(use, signs):
     [
         "unix:///run/redis@1.sock",
         "redis://cache:6379/0?client_name=a@b",
+        "redis://:6379?client_name=a@b",
         "fs://u:p@cache:0/srv",
         "redis://user@cache:6379",
     ],
@@ -364,6 +370,10 @@ def test_what_is_no_password_stays_in_the_url(monkeypatch, url):
         assert connection_options(url) == {"password": "pw"}
 
 
+def test_what_is_no_url_is_shown_without_its_query():
+    assert login.without_password("localhost:6379?password=pw") == "localhost:6379"
+
+
 def test_a_password_in_a_variable_may_end_with_a_line(monkeypatch):
     """As of a Secret of Kubernetes that was made with echo."""
     monkeypatch.setenv(login.PASSWORD, "pw\n")
@@ -371,13 +381,13 @@ def test_a_password_in_a_variable_may_end_with_a_line(monkeypatch):
 
 
 def test_the_keys_of_s3_are_used_and_not_logged():
-    keys = {"aws_access_key_id": "AKIA1", "aws_secret_access_key": "cret/9"}
+    keys = {"aws_access_key_id": "AKIA1", "aws_secret_access_key": "ZZZ/9"}
     config = LMCacheEngineConfig.from_defaults(
         remote_url="s3://b.s3.aws.com", extra_config={**keys, "s3_region": "us-east-1"}
     )
     assert login.holds_password(config.extra_config)
     login.hide_passwords(config)
-    assert "cret" not in f"{config} {config.extra_config}" and "AKIA1" not in str(config)
+    assert "ZZZ" not in f"{config} {config.extra_config}" and "AKIA1" not in str(config)
     assert {name: config.extra_config[name] for name in keys} == keys
 
 

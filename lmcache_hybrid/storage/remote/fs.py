@@ -11,6 +11,7 @@ import itertools
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from lmcache.v1.storage_backend.connector import ConnectorContext
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.stores.base import Place
+from lmcache_hybrid.core.backoff import LessOften
 from lmcache_hybrid.core.errors import SlowError
 from lmcache_hybrid.core.late_loads import Reading, reading
 from lmcache_hybrid.core.threads import DaemonPool, anywhere, cores
@@ -120,7 +122,7 @@ class HybridFSConnector(BatchConnector):
             stack.pop_all()
         self._reading, self._put = BusyThreads(READERS), BusyThreads(WRITERS)
         self._asking = BusyThreads(ASKERS)
-        self._said: set[tuple[str, int | None]] = set()
+        self._said: defaultdict[tuple[str, int | None], LessOften] = defaultdict(LessOften)
 
     def path(self, key: CacheEngineKey) -> str:
         """Name a record's file."""
@@ -223,7 +225,7 @@ class HybridFSConnector(BatchConnector):
         return await awaited(self._question(record_io.holds, self.path(key)))
 
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
-        """See :meth:`BatchConnector.existing`. A file that cannot be looked up is a miss.
+        """See :meth:`.RecordConnector.existing`. A file that cannot be looked up is a miss.
 
         Raises:
             TimeoutError: no answer in time, or all reads are stuck.
@@ -289,9 +291,8 @@ class HybridFSConnector(BatchConnector):
         self._uses.mark(keys)
 
     def _say(self, what: str, error: OSError, then: str) -> None:
-        """Warn of each kind of error once."""
-        if (what, error.errno) not in self._said:
-            self._said.add((what, error.errno))
+        """Warn of each kind of error, see :class:`.LessOften`."""
+        if self._said[what, error.errno].is_news():
             logger.warning(
                 "Folder %s: a record cannot be %s (%s). %s",
                 self.shown,

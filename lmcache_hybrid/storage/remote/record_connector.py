@@ -5,7 +5,7 @@ import abc
 import asyncio
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -17,14 +17,13 @@ from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from vllm.logger import init_logger
 
-from lmcache_hybrid.core.backoff import Backoff
+from lmcache_hybrid.core.backoff import LessOften
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.folder.record_io import Fate
+from lmcache_hybrid.storage.key_names import printable
 
 logger = init_logger("vllm.lmcache_hybrid.storage.remote.record_connector")
 
-# The shortest and the longest time between two lines of the log about writes that fail.
-FIRST_SAID_SECONDS, SAID_SECONDS = 60.0, 3600.0
 # LMCache's health check writes uninitialized memory: one byte reveals nothing of a prompt.
 CHECKED_BYTES = 1
 
@@ -176,7 +175,7 @@ class BatchConnector(RecordConnector):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self._untold = Backoff(FIRST_SAID_SECONDS, SAID_SECONDS)
+        self._untold: defaultdict[str, LessOften] = defaultdict(LessOften)  # by kind of failure
 
     def support_batched_put(self) -> bool:
         return True
@@ -192,9 +191,14 @@ class BatchConnector(RecordConnector):
         try:
             await self.write(keys, memory_objs)
         except Exception as error:
-            if not (self.has_told(error) or self._untold.lasts):
-                self._untold.fail()
-                logger.warning("Records cannot be written to %s: %s", self.shown, error)
+            kind = type(error).__name__
+            if not self.has_told(error) and self._untold[kind].is_news():
+                logger.warning(
+                    "Records cannot be written to %s and count as failed (%s). Check the store and "
+                    "the network to it.",
+                    self.shown,
+                    printable(f"{kind}: {error}"),
+                )
 
     @abc.abstractmethod
     def has_told(self, error: Exception) -> bool:

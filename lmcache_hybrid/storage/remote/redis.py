@@ -153,7 +153,8 @@ class HybridRedisConnector(BatchConnector):
     # Writing
 
     def has_told(self, error: Exception) -> bool:
-        return isinstance(error, (redis.ResponseError, redis.AuthenticationError))
+        refused = isinstance(error, (redis.ResponseError, redis.AuthenticationError))
+        return refused and not isinstance(error, AskError)
 
     async def write(self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]) -> None:
         """See :meth:`BatchConnector.write`.

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs once why a server takes no records."""
+"""Logs why a server takes no records, less and less often."""
 
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
 from vllm.logger import init_logger
 
+from lmcache_hybrid.core.backoff import LessOften
 from lmcache_hybrid.storage.key_names import printable
 
 logger = init_logger("vllm.lmcache_hybrid.storage.remote.refusals")
@@ -27,21 +29,20 @@ class Refusals:
         """
         self._shown, self._cause = shown, cause
         self._lock = threading.Lock()
-        self._kinds: set[str] = set()
+        self._kinds: defaultdict[str, LessOften] = defaultdict(LessOften)
         self._asks_at = -math.inf  # time.monotonic
         self._closed = False
 
     def say(self, error: Exception, cause: str) -> None:
-        """Warn once of each kind of refusal.
+        """Warn of each kind of refusal, see :class:`.LessOften`.
 
-        That is its cause, else the class of the error and the server's first word.
+        A kind is its cause, else the class of the error and the server's first word.
         """
         words = printable(cause or str(error).lstrip("-"))
         kind = cause or type(error).__name__ + words.partition(" ")[0]
         with self._lock:
-            if kind in self._kinds:
+            if not self._kinds[kind].is_news():
                 return
-            self._kinds.add(kind)
         logger.warning(
             "%s refuses records, which are not stored there while that lasts: %s",
             self._shown,
@@ -49,7 +50,7 @@ class Refusals:
         )
 
     def explain(self, error: Exception, ask: Callable[[], Exception | None] | None = None) -> None:
-        """Warn once of a server that can never be used as configured. May ask it, once a minute.
+        """Warn of a server that can never be used as configured. May ask it, once a minute.
 
         Args:
             ask: asks the server for what ``error`` may hide; it gives None for nothing.

@@ -29,7 +29,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.remote import s3_failures
-from lmcache_hybrid.storage.remote.record_connector import RecordConnector, awaited
+from lmcache_hybrid.storage.remote.record_connector import BatchConnector, awaited
 from lmcache_hybrid.storage.remote.refusals import Refusals
 
 # Writes in flight at once, and the seconds that one may take.
@@ -60,7 +60,7 @@ class S3Error(Exception):
         super().__init__(f"S3 answered {self.status}{why} to {error.operation_name}")
 
 
-class HybridS3Connector(RecordConnector):
+class HybridS3Connector(BatchConnector):
     """One object per record. Its coroutines run on LMCache's event loop.
 
     AWS' client reads and writes the pool's memory on threads of its own. So each request holds a
@@ -80,7 +80,8 @@ class HybridS3Connector(RecordConnector):
         self._in_flight: set[S3Request] = set()
         self._unreachable = -math.inf  # time.monotonic of the last write that got no answer
         self._tls = not (context.config.extra_config or {}).get("disable_tls")
-        self._refusals = Refusals(f"s3://{theirs.s3_endpoint}", self.cause)
+        self.shown = f"s3://{theirs.s3_endpoint}"
+        self._refusals = Refusals(self.shown, self.cause)
 
     def cause(self, error: Exception) -> str:
         if _is_s3(error):
@@ -158,15 +159,21 @@ class HybridS3Connector(RecordConnector):
                 return None
             raise
 
-    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
-        """Write a record; the caller keeps its reference.
+    def has_told(self, error: Exception) -> bool:
+        return False
+
+    async def write(self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]) -> None:
+        """See :meth:`.BatchConnector.write`; the caller keeps its references.
 
         If one gets no answer, those queued behind it fail at once: they would hold the pool's
         memory, one after the other, for as long as the server is away.
-
-        Raises:
-            Exception: it was not written.
         """
+        jobs = map(self._put, keys, memory_objs)
+        for outcome in await asyncio.gather(*jobs, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
         task, asked = asyncio.current_task(), time.monotonic()
         assert task is not None
         self._writing.add(task)

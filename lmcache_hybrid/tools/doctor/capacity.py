@@ -2,6 +2,7 @@
 """Checks that RAM and disks have the configured room, and how many prompts a store holds."""
 
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -120,9 +121,10 @@ def check_disks(context: Context) -> Iterator[Finding]:
         return
     limit = int(config.max_local_disk_size * GIB)
     disks = [part.strip() for part in (config.local_disk or "").split(",") if part.strip()]
-    for paths in _by_file_system(map(Path, disks)):
-        ranks = -(-context.local_ranks // len(disks))  # LMCache deals the folders out to them
-        yield _local_disk(paths, limit, min(ranks * len(paths), context.local_ranks))
+    # LMCache deals the folders out to the ranks.
+    used = [disks[rank % len(disks)] for rank in range(context.local_ranks)] if disks else []
+    for paths in _by_file_system(map(Path, dict.fromkeys(disks))):
+        yield _local_disk(paths, limit, sum(Path(each) in paths for each in used))
     with suppress(ConfigError):  # reported by other checks
         for _, folders in shared_folders(config):
             for folder in folders:
@@ -155,6 +157,10 @@ def _local_disk(paths: Sequence[Path], limit: int, ranks: int) -> Finding:
     if not usage.total:
         return _without_size(paths[0])
     free = usage.free
+    inodes = os.statvfs(_there(paths[0]))
+    if inodes.f_files and not inodes.f_favail:
+        fix = "Delete files there, or make the file system with more inodes."
+        return warning("disk space", f"{named} takes no more files: no inode is free there.", fix)
     missing = max(0, limit * ranks - held) - free
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     message = (

@@ -7,6 +7,7 @@ still return their KV cache specs. The steps are those of vLLM's engine core.
 
 import copy
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -209,7 +210,6 @@ def layers_of_stages(
 ) -> Iterator[list[Sequence[str]]]:
     """Yield the layers of each KV cache group that each pipeline stage has, as vLLM cuts them."""
     from vllm.distributed.utils import get_pp_indices
-    from vllm.model_executor.models.utils import extract_layer_index
 
     names = [group.layer_names for group in groups.kv_cache_groups]
     stages = config.parallel_config.pipeline_parallel_size
@@ -217,9 +217,15 @@ def layers_of_stages(
     if stages == 1:
         yield names
         return
+
+    def layer_of(name: str) -> int:
+        # Falcon-H1 counts a layer's recurrent part behind all layers.
+        number = re.search(r"\d+", name)
+        return int(number[0]) % layers if number else 0
+
     for stage in range(stages):
         own = range(*get_pp_indices(layers, stage, stages))
-        yield [[name for name in each if extract_layer_index(name) in own] for each in names]
+        yield [[name for name in each if layer_of(name) in own] for each in names]
 
 
 def refused(model: str, failure: Exception) -> ModelError:

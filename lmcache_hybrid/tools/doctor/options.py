@@ -211,7 +211,7 @@ def _too_small(
     """Yield a sentence for each store that holds no block of the model."""
     if model is None:
         return
-    block = model.attention_bytes + model.window_bytes + model.state_bytes
+    block = max(map(sum, model.stages), default=0) + model.window_bytes
     groups = len((*model.attention, *model.windows, *model.states))
     try:
         check_sizes(config, model.largest, block, groups)

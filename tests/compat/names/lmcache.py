@@ -36,6 +36,7 @@ LMCACHE = (
     Hook("redis", "RedisError"),
     Hook("redis", "ResponseError"),
     Hook("redis", "BusyLoadingError"),
+    Hook("redis.connection", "URL_QUERY_ARGUMENT_PARSERS"),
     Hook("redis.exceptions", "RedisClusterException"),
     Hook("redis.sentinel", "Sentinel.master_for", ("service_name",)),
     Hook("redis.sentinel", "Sentinel.sentinels"),

@@ -19,8 +19,8 @@ MISTAKES = {
             "        return seconds >= 0 * FAIR_PART\n",
         ),
         "each lookup in a store that fails is a line of the log": (
-            "            return False\n        said.fail()\n",
-            "            pass\n        said.fail()\n",
+            "        return self._said.setdefault((name, kind), LessOften()).is_news()\n",
+            "        return True\n",
         ),
     },
     "lmcache_hybrid/storage/tiers/disk.py": {

@@ -5,6 +5,10 @@ from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/remote/record_connector.py": {
+        "each write that fails is a line of the log": (
+            "and self._untold[kind].is_news():",
+            "and kind:",
+        ),
         "a failed write is not counted": passes("                self.failed(1)\n"),
         "a failed write keeps its memory": (
             "            memory.ref_count_down()\n            if job.cancelled()",
@@ -105,8 +109,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/remote/refusals.py": {
-        "each record that Redis refuses is a line of the log": gone(
-            "            self._kinds.add(kind)\n"
+        "each record that Redis refuses is a line of the log": (
+            "            if not self._kinds[kind].is_news():\n",
+            "            if False:\n",
         ),
         "each failed lookup asks Redis why": (
             "            if self._closed or now < self._asks_at:\n",
@@ -248,6 +253,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/core/backoff.py": {
+        "what fails again after it was mended is told late": (
+            "        if now - self._last > FIRST_SAID_SECONDS:\n",
+            "        if False:\n",
+        ),
         "evictions in vain are as frequent after an hour": (
             "self._next, self.until = 2 * seconds, ",
             "self._next, self.until = seconds, ",
@@ -304,8 +313,12 @@ MISTAKES = {
             "    if _ends_in_login(url):\n"
         ),
         "a URL without slashes is shown with its password": (
-            '        return url.rpartition("@")[2]\n',
+            '        return re.split("[?#]", url.rpartition("@")[2])[0]\n',
             "        return url\n",
+        ),
+        "LMCache logs the keys of S3": (
+            "            extra[name] = _Hidden(extra[name])\n",
+            "            pass\n",
         ),
     },
     "lmcache_hybrid/storage/remote/sockets.py": {

@@ -145,9 +145,7 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/doctor/model.py": {
-        "the doctor takes all layers for those of a stage": gone(
-            " if extract_layer_index(name) in own"
-        ),
+        "the doctor takes all layers for those of a stage": gone(" if layer_of(name) in own"),
         "the doctor takes the whole model for what a rank holds": (
             "        parallel_state.get_tp_group().world_size = ranks",
             "        parallel_state.get_tp_group().world_size = 1",

@@ -205,11 +205,12 @@ def test_memory_and_disk_are_for_all_ranks_of_the_host(
     told = only(assert_sentences(check_memory(found)))
     assert told.status == status
     assert (f"this engine has {ranks} ranks here" in told.message) is (status == WARNING)
-    # Two folders, as if each had a disk: each has half of the ranks, or one more.
+    # Two folders, as if each had a disk: the first has half of the ranks, or one more.
     monkeypatch.setattr(capacity, "_by_file_system", lambda paths: [[path] for path in paths])
-    for told in assert_sentences(check_disks(found)):
-        assert told.status == status and f"for each of {-(-ranks // 2)} ranks" in told.message
-        assert ("at most 8.0" in told.fix) is (status == WARNING)
+    first, second = assert_sentences(check_disks(found))
+    assert first.status == status and f"for each of {-(-ranks // 2)} ranks" in first.message
+    assert ("at most 8.0" in first.fix) is (status == WARNING)
+    assert second.status == OK and "for each of 4 ranks" in second.message
 
 
 @pytest.mark.parametrize("size, status", [(5, OK), (9, WARNING)])
