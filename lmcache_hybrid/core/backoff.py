@@ -6,6 +6,8 @@ import time
 
 # The shortest and the longest time between two lines of the log about what goes on.
 FIRST_SAID_SECONDS, SAID_SECONDS = 60.0, 3600.0
+# What has not failed for so long was well in between. Some causes are looked for once a minute.
+HEALTHY_SECONDS = 600.0
 
 
 class Backoff:
@@ -44,7 +46,7 @@ class Backoff:
 class LessOften:
     """When to log a failure that goes on: at once, then less and less often.
 
-    After a minute without one, the next is logged at once. Used by one thread at a time.
+    After HEALTHY_SECONDS without one, the next is logged at once. Used by one thread at a time.
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ class LessOften:
     def is_news(self) -> bool:
         """Whether to log the failure that has just been seen."""
         now = time.monotonic()
-        if now - self._last > FIRST_SAID_SECONDS:
+        if now - self._last > HEALTHY_SECONDS:
             self._pause = Backoff(FIRST_SAID_SECONDS, SAID_SECONDS)
         self._last = now
         if self._pause.lasts:

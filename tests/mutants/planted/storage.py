@@ -254,7 +254,7 @@ MISTAKES = {
     },
     "lmcache_hybrid/core/backoff.py": {
         "what fails again after it was mended is told late": (
-            "        if now - self._last > FIRST_SAID_SECONDS:\n",
+            "        if now - self._last > HEALTHY_SECONDS:\n",
             "        if False:\n",
         ),
         "evictions in vain are as frequent after an hour": (
