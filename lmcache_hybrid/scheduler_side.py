@@ -96,10 +96,11 @@ def _warn(
         if told := relative("local_disk", folder):
             logger.warning("%s; write the whole path.", told)
     finer = suggested_unit(plan.state_tokens) if plan.with_unit(1).unit else 0
-    longest = vllm_config.model_config.max_model_len
+    model = vllm_config.model_config
+    longest, generates = model.max_model_len, model.runner_type == "generate"
     role = vllm_config.kv_transfer_config.kv_role
     unit, most = plan.unit or plan.block_size, options.max_tokens_per_load
-    for sentence in without_hits(config, role, longest, unit, finer, most):
+    for sentence in without_hits(config, role, longest, unit, finer, most, generates):
         logger.warning("LMCache will not serve hits: %s", sentence)
 
 

@@ -7,6 +7,7 @@ would make hits wrong: :mod:`.unsound`.
 
 import functools
 import os
+import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.config.options")
 
 CONNECTOR = "LMCacheConnectorV1"
+DYNAMIC = f"{CONNECTOR}Dynamic"  # LMCache's own class of the same connector
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 
 # Max bytes of a local socket's path, and those of vLLM's names in a folder; ours are no longer.
@@ -183,18 +185,24 @@ def _refuse_others_in_our_place(config: VllmConfig, asked: bool) -> None:
             f"{transfer.kv_connector} in place of {CONNECTOR}; remove --kv-offloading-size, or "
             "--kv-transfer-config."
         )
-    name, path = transfer.kv_connector, transfer.kv_connector_module_path
-    if name == CONNECTOR and path and path != MODULE:
+    children = _children(transfer)
+    named = {transfer.kv_connector: transfer.kv_connector_module_path}
+    if isinstance(children, (list, tuple)):
+        tables = (child for child in children if isinstance(child, dict))
+        named |= {each.get("kv_connector"): each.get("kv_connector_module_path") for each in tables}
+    if (path := named.get(CONNECTOR)) and path != MODULE:
         raise ValueError(
             f"kv_connector_module_path={path!r} runs another {CONNECTOR} than vLLM's, and that "
             "does not serve hybrid models; remove it."
         )
-    if name == "MultiConnector" and not _children(transfer):
+    name = transfer.kv_connector
+    if name == "MultiConnector" and not children:
         raise ValueError(
             "kv_connector_extra_config of MultiConnector names no 'connectors', and so none that "
             f"serves this hybrid model; {_WRITE_CONNECTORS}"
         )
-    if not asked and (name == f"{CONNECTOR}Dynamic" or _names_ours(_children(transfer))):
+    if not asked and (name == DYNAMIC or _names_ours(children)):
+        name = DYNAMIC if DYNAMIC in named else name
         raise ValueError(
             f"kv_connector={name!r} runs {CONNECTOR} inside a class that lmcache-hybrid does not "
             f"know; name {CONNECTOR}, or MultiConnector with it among its 'connectors'."
@@ -206,11 +214,11 @@ def _children(transfer: KVTransferConfig) -> Any:
 
 
 def _names_ours(connectors: Any) -> bool:
-    """Whether :data:`CONNECTOR` is among them, or nested in one of them."""
+    """Whether :data:`CONNECTOR` or its variant is among them, or nested in one of them."""
     return isinstance(connectors, (list, tuple)) and any(
         isinstance(each, dict)
         and (
-            each.get("kv_connector") == CONNECTOR
+            each.get("kv_connector") in (CONNECTOR, DYNAMIC)
             or _names_ours((each.get("kv_connector_extra_config") or {}).get("connectors", ()))
         )
         for each in connectors
@@ -293,7 +301,7 @@ def _settle_hybrid(config: VllmConfig) -> None:
             "disable_hybrid_kv_cache_manager=True leaves states without blocks of their own; "
             "remove --disable-hybrid-kv-cache-manager."
         )
-    _refuse_long_folder_of_sockets()
+    _refuse_folder_of_sockets()
     unsound.refuse(config)
     own = _settle_neighbours(transfer)
     _settle_hash(cache)
@@ -346,8 +354,8 @@ def _settle_neighbours(transfer: KVTransferConfig) -> dict[str, Any]:
     return extra
 
 
-def _refuse_long_folder_of_sockets() -> None:
-    """Refuse a folder in which vLLM's local sockets, and ours, would have too long a path."""
+def _refuse_folder_of_sockets() -> None:
+    """Refuse a folder in which there can be none of vLLM's local sockets, and ours."""
     folder = envs.VLLM_RPC_BASE_PATH
     taken, most = len(os.fsencode(folder)), _SOCKET_BYTES - _NAME_BYTES
     if taken > most:
@@ -355,6 +363,12 @@ def _refuse_long_folder_of_sockets() -> None:
             f"VLLM_RPC_BASE_PATH={folder!r} has {taken} bytes, and a folder of local sockets has "
             f"at most {most}; set it, or the TMPDIR that stands in for it, to a shorter path, such "
             "as /tmp."
+        )
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        why = "cannot be written" if os.path.isdir(folder) else "is not a folder that exists"
+        raise ValueError(
+            f"VLLM_RPC_BASE_PATH={folder!r} {why}, so the engine's processes cannot reach each "
+            f"other; create it for the engine's user, or unset it for {tempfile.gettempdir()}."
         )
 
 

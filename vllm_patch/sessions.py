@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.core.groups import is_served
+from lmcache_hybrid.identity.media import carry_mark, mark_of
 from vllm_patch.configuration import is_ours
 
 if TYPE_CHECKING:
@@ -48,9 +49,11 @@ def start_parts_over() -> None:
         self: Scheduler, session: "Request", update: "StreamingUpdate"
     ) -> None:
         queued = session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        mark, had_media = mark_of(session.sampling_params), bool(session.mm_features)
         original(self, session, update)
         if not is_ours(self.vllm_config) or not is_served(self.kv_cache_config):
             return
+        carry_mark(session, mark, had_media, bool(update.mm_features))
         _start_over(self, session)
         if queued:  # among those that hold blocks
             self.kv_holding_waiting.remove_requests([session])

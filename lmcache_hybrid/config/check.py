@@ -17,7 +17,7 @@ from lmcache_hybrid.config.lmcache_values import (
 from lmcache_hybrid.config.options import Options, read_options
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.own_options import TRUSTED_OWNER_KEY, sound_own_options
-from lmcache_hybrid.config.parallel import local_ranks
+from lmcache_hybrid.config.parallel import local_ranks, why_no_decode_saves
 from lmcache_hybrid.config.redis_credentials import hide_passwords
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.upstream.lmcache_home import take
@@ -55,6 +55,8 @@ def checked_options(
                 raise
             config, left = found
     wrong = refusals(config, block_size, local_ranks(vllm_config))
+    if config.save_decode_cache and (why := why_no_decode_saves(vllm_config)):
+        wrong.append(why)
     options: Options | None = None
     try:
         options = read_options(vllm_config, config, block_size)

@@ -43,6 +43,7 @@ from lmcache_hybrid.config.redis_credentials import (
     hide_passwords,
     holds_password,
     shown,
+    without_secrets,
 )
 from lmcache_hybrid.config.stores import all_places, check_places, places, shared_folders
 from lmcache_hybrid.config.stores.base import folders_in
@@ -60,9 +61,12 @@ DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
 # How LMCache divides the folders of local_disk.
 BY_GPU = "by_gpu"
-# Key of LMCache's extra_config.
-_NODES_OF_GPUS = "gpu_to_numa_mapping"
+# Keys of LMCache's extra_config.
+_NODES_OF_GPUS, _DISK_THREADS = "gpu_to_numa_mapping", "disk_io_threads"
+_BUCKETS = "histogram_bucket_"  # and a histogram's name
 LAST_PORT = 65535
+# Loggers of LMCache that write values while it loads its configuration.
+LOGGERS_OF_VALUES = "lmcache.v1.config_base", "lmcache.integration.vllm.utils"
 
 
 def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCacheEngineConfig":
@@ -98,7 +102,7 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
         for sentence in (*chain(*moot), *misspelt(os.environ)):
             logger.warning("%s", sentence)
     try:
-        with _knowing_our_options():
+        with _as_lmcache_may_log():
             # LMCache has one per process, but the values set here are this engine's.
             config = copy.deepcopy(lmcache_get_or_create_config())
     except (AssertionError, ValueError) as error:
@@ -182,19 +186,29 @@ def _unusable_key(extra: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _knowing_our_options() -> Iterator[None]:
-    """Keep LMCache from warning of this package's options in its file."""
+def _as_lmcache_may_log() -> Iterator[None]:
+    """Keep warnings of this package's options, and passwords, out of LMCache's log of values."""
 
     def is_not_ours(record: logging.LogRecord) -> bool:
         unknown = str(record.msg).startswith("Unknown configuration key") and record.args
         return not (isinstance(unknown, tuple) and own_options.is_own(str(unknown[0])))
 
-    theirs = logging.getLogger("lmcache.v1.config_base")
-    theirs.addFilter(is_not_ours)
+    def without_passwords(record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(without_secrets, record.args))
+        return True
+
+    filters = is_not_ours, without_passwords
+    loggers = [logging.getLogger(name) for name in LOGGERS_OF_VALUES]
+    for theirs in loggers:
+        for each in filters:
+            theirs.addFilter(each)
     try:
         yield
     finally:
-        theirs.removeFilter(is_not_ours)
+        for theirs in loggers:
+            for each in filters:
+                theirs.removeFilter(each)
 
 
 def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> None:
@@ -267,6 +281,7 @@ def _checks(
             if remote:
                 yield partial(_check_number, f"extra_config.{name}", extra[name], option)
     yield partial(_check_numa, config)
+    yield partial(_check_buckets, config)
     yield partial(_check_api_server, config, ranks)
     yield partial(_check_remote, config)
     yield partial(_check_memory, config, ranks)
@@ -346,6 +361,21 @@ def _check_numa(config: "LMCacheEngineConfig") -> None:
             "is no table of NUMA nodes by number of GPU; write one such as {0: 0, 1: 1}, or set "
             "numa_mode to auto."
         )
+
+
+def _check_buckets(config: "LMCacheEngineConfig") -> None:
+    """Refuse bounds of LMCache's histograms with which it does not start."""
+    for name, bounds in (config.extra_config or {}).items():
+        if not str(name).startswith(_BUCKETS) or bounds is None:
+            continue
+        known = isinstance(bounds, (list, tuple)) and all(
+            isinstance(bound, (int, float)) for bound in bounds
+        )
+        if not (bounds and known and list(bounds) == sorted(bounds)):
+            raise ConfigError(
+                f"LMCache option extra_config.{name}={bounds!r} is no list of rising numbers; "
+                "write one such as [0.1, 0.5, 1], or remove it for LMCache's default."
+            )
 
 
 def _check_api_server(config: "LMCacheEngineConfig", ranks: int) -> None:
@@ -459,6 +489,12 @@ def _check_disk(config: "LMCacheEngineConfig") -> None:
         raise ConfigError(
             f"LMCache option local_disk_path_sharding={sharding!r} is none that LMCache knows; "
             f"write {BY_GPU}, or remove it."
+        )
+    threads = (config.extra_config or {}).get(_DISK_THREADS, 1)
+    if type(threads) is not int or threads < 1:
+        raise ConfigError(
+            f"LMCache option extra_config.{_DISK_THREADS}={threads!r} is no number of threads for "
+            "local_disk; write a whole number from 1 without quotes, or remove it."
         )
     for folder in folders_in("LMCache option local_disk", config.local_disk):
         check_folder("local_disk", folder, trusted_owner(config))

@@ -265,6 +265,8 @@ def _wrong(option: str, kind: type | None, converter: Callable | None, value: An
             return ""
     except (ValueError, TypeError, AttributeError):
         pass
+    if option == "extra_config":
+        return 'is no table; write JSON there, such as {"disk_io_threads": 8}, or remove it.'
     return f"is not a value that LMCache's {option} takes; correct it or remove it."
 
 

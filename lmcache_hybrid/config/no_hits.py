@@ -6,10 +6,12 @@ What an engine finds out only while it serves is in ``scheduler/store_watch.py``
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.own_options import LOAD_LIMIT_KEY
 from lmcache_hybrid.config.stores import all_places
+from lmcache_hybrid.config.stores.base import folders_in
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -22,6 +24,7 @@ def without_hits(
     unit: int,
     finer: int,
     most: int = 0,
+    generates: bool = True,
 ) -> Iterator[str]:
     """Yield a sentence for each setting that makes every store or hit impossible.
 
@@ -31,22 +34,23 @@ def without_hits(
         unit: tokens between boundaries; prompts hit at its multiples. 0 where no model is known.
         finer: a ``--prefix-match-unit`` that allows more hits, 0 for none.
         most: ``lmcache.max_tokens_per_load``, 0 for no limit.
+        generates: False for pooling, whose prompts may have ``longest`` tokens.
     """
     if skip := os.environ.get("LMCACHE_FORCE_SKIP_SAVE"):
         yield (
             f"LMCACHE_FORCE_SKIP_SAVE={skip} lets this engine store nothing, whatever its value "
             "is; unset it."
         )
-    lasting = any((config.local_disk, config.remote_url, config.remote_storage_plugins))
-    if not (config.local_cpu or lasting):
+    shared = config.remote_url or config.remote_storage_plugins
+    if not (config.local_cpu or config.local_disk or shared):
         yield (
             "local_cpu, local_disk and remote_url are all off, so nothing is kept; set local_cpu "
             "to true, or name a disk or a remote store."
         )
-    elif role == "kv_consumer" and not lasting:
+    elif role == "kv_consumer" and not (shared or _has_files(config.local_disk)):
         yield (
-            "kv_role='kv_consumer' stores nothing, and no other engine fills this one's RAM; set "
-            "kv_role to kv_both, or name a store that another engine fills."
+            "kv_role='kv_consumer' stores nothing, and no other engine fills this one's RAM or "
+            "local_disk; set kv_role to kv_both, or name a store that another engine fills."
         )
     written, read = config.store_location, config.retrieve_locations
     if written and read and written not in read:
@@ -54,10 +58,13 @@ def without_hits(
             f"store_location={written!r} is none of retrieve_locations={read!r}, so nothing that "
             "this engine stores is read; name it there, too, or remove one of them."
         )
-    if unit and config.min_retrieve_tokens >= longest:
+    # A prompt leaves room for a token to generate, and a hit a token to compute.
+    deepest = (longest - 1 - generates) // unit * unit if unit else 0
+    if 0 < deepest < config.min_retrieve_tokens:
         yield (
-            f"min_retrieve_tokens={config.min_retrieve_tokens} is not below max_model_len="
-            f"{longest}, so no hit is long enough to be loaded; set it to less."
+            f"min_retrieve_tokens={config.min_retrieve_tokens} is above {deepest}, the longest hit "
+            f"of a prompt with max_model_len={longest}, so none is long enough to be loaded; set "
+            "it to less."
         )
     whole = most // unit * unit if unit else most  # loads end at multiples
     if most and whole < config.min_retrieve_tokens:
@@ -66,12 +73,18 @@ def without_hits(
             f"min_retrieve_tokens={config.min_retrieve_tokens}, so no load is as long as it must "
             "be; raise the one, or lower the other."
         )
-    if longest <= unit:
+    if unit and not deepest:
         fix = f"add --prefix-match-unit {finer}, or " if finer else ""
         yield (
-            f"max_model_len={longest} is not above {unit} tokens, at whose multiples prompts hit, "
-            f"so none ever does; {fix}raise --max-model-len."
+            f"max_model_len={longest} lets no prompt be longer than {unit} tokens, at whose "
+            f"multiples prompts hit, so none ever does; {fix}raise --max-model-len."
         )
+
+
+def _has_files(folders: str | None) -> bool:
+    """Whether the folders of ``local_disk`` hold anything, maybe of an engine that stored."""
+    found = folders_in("local_disk", folders) if folders else ()
+    return any(next(Path(folder).glob("*"), None) for folder in found)
 
 
 _FILES = "records are no multiples of disk blocks, so their files go through the page cache"

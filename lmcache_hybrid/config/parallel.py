@@ -49,6 +49,23 @@ def check_parallelism(vllm_config: "VllmConfig") -> None:
         )
 
 
+def why_no_decode_saves(vllm_config: "VllmConfig") -> str:
+    """Return why ``save_decode_cache`` is refused, as a sentence; "" where it is served.
+
+    With drafts a stage moves the state at a boundary to its block once it knows which drafts were
+    accepted. The last stage does so at the end of the step, the others some steps later, when the
+    state has been stored already.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1 or not vllm_config.speculative_config:
+        return ""
+    return (
+        f"LMCache option save_decode_cache=True with pipeline_parallel_size={stages} and "
+        "--speculative-config would store states of generated tokens before every stage has them; "
+        "set it to false, or remove one of the two flags."
+    )
+
+
 def spans_hosts(parallel: Any) -> bool:
     """Whether the ranks of this engine may be on several hosts (``--nnodes``, or placed by Ray).
 

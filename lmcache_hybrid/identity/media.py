@@ -12,6 +12,7 @@ from vllm import envs
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmcache_hybrid.identity.media")
@@ -21,6 +22,34 @@ MARK = "lmcache_hybrid_media"
 CONTENT, CLIENT = "content", "client"
 # Prefix of all names from clients, so that none equals a content hash.
 CLIENT_PREFIX = "client-uuid:"
+
+
+def mark_of(params: "SamplingParams | None") -> str | None:
+    """Return the mark that a request's parameters carry."""
+    mark: str | None = (params.extra_args or {}).get(MARK) if params is not None else None
+    return mark
+
+
+def carry_mark(
+    session: "Request", earlier: str | None, media_before: bool, media_added: bool
+) -> None:
+    """Mark a session whose next part has just replaced its parameters. Mutates these.
+
+    Each part is marked for its own media only, and the session has all of them.
+
+    Args:
+        earlier: the mark before.
+        media_before: whether earlier parts had media.
+        media_added: whether this part has some.
+    """
+    params = session.sampling_params
+    if not media_before or params is None:
+        return
+    marks = {earlier, mark_of(params)} if media_added else {earlier}
+    extra = {key: value for key, value in (params.extra_args or {}).items() if key != MARK}
+    if marks <= {CONTENT, CLIENT}:
+        extra[MARK] = CLIENT if CLIENT in marks else CONTENT
+    params.extra_args = extra or None
 
 
 def may_cache(request: "Request") -> bool:
@@ -39,8 +68,7 @@ def may_cache(request: "Request") -> bool:
             "say who named them. Unset VLLM_USE_RUST_FRONTEND to have them cached."
         )
         return False
-    params = request.sampling_params
-    mark = (params.extra_args or {}).get(MARK) if params is not None else None
+    mark = mark_of(request.sampling_params)
     if mark == CONTENT and not any(CLIENT_PREFIX in item.identifier for item in features):
         return True
     if mark in (CONTENT, CLIENT):

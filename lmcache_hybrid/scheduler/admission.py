@@ -9,7 +9,7 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.scheduler.drops import Drops
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
-from lmcache_hybrid.scheduler.lookup_metrics import count_skipped
+from lmcache_hybrid.scheduler.lookup_reports import count_skipped
 from lmcache_hybrid.scheduler.lookups import Lookups
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
 from lmcache_hybrid.scheduler.tracker import RequestTracker

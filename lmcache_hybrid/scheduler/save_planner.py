@@ -115,6 +115,16 @@ class SavePlanner:
         said = bool(self._plan.states) and boundary >= tracker.step_ends.known
         tracker.next_unoffered = 0 if said else boundary
 
+    def lose(self, tracker: RequestTracker, offers: Iterable[Offer]) -> None:
+        """Aim past states that were handed off and cannot be stored.
+
+        vLLM hands off no state of generated tokens past the boundary that it was asked for.
+        """
+        request, boundary = tracker.request, max((tokens for _, _, tokens in offers), default=0)
+        known = len(request.block_hashes) // self._hashes_per_block * self._plan.block_size
+        if not tracker.next_unoffered and known >= boundary >= request.shared_prefix_boundary > 0:
+            self._reach(tracker, boundary)
+
     def _reach(self, tracker: RequestTracker, boundary: int) -> None:
         """Aim past ``boundary`` (tokens), which can be stored now."""
         self._aim(tracker, boundary)

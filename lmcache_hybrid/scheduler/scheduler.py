@@ -21,9 +21,8 @@ from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.keeps import RESET, Keeps
 from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
-from lmcache_hybrid.scheduler.lookup_metrics import count_hit
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
-from lmcache_hybrid.scheduler.lookup_reports import LookupReports
+from lmcache_hybrid.scheduler.lookup_reports import LookupReports, count_hit
 from lmcache_hybrid.scheduler.lookups import Lookups
 from lmcache_hybrid.scheduler.pin_limit import Pins
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
@@ -360,6 +359,8 @@ class HybridScheduler:
         """Count handed-off states of a request that does not run, unless it saves none."""
         if tracker is None or tracker.saving:
             self._planner.drop_offers("not_running", len(offers))
+        if tracker is not None and tracker.saving:  # it may run again
+            self._planner.lose(tracker, offers)
 
     def _save_of(
         self,
@@ -379,6 +380,7 @@ class HybridScheduler:
             tracker.cancel_background()
         held = [offer for offer in offered if self.blocks.hold(request, offer)]
         self._planner.drop_offers("not_cached", len(offered) - len(held))
+        self._planner.lose(tracker, set(offered) - set(held))
         save = self._planner.plan(tracker, computed, held, block_state)
         tracker.settle_keep(self._plan)
         if save is not None and self.events is not None:

@@ -94,13 +94,14 @@ class StoreWatch:
         could_hit = not asked.floor and (asked.limit or asked.limit_tail)
         is_first = not (tracker.logged or tracker.request.skip_reading_prefix_cache)
         spell = self._missed
-        look = self._holds and could_hit and is_first and spell.add(why)
+        # Another engine fills the store of one that stores nothing, with the same prompts.
+        fed = self._holds or not self._options.save
+        look = fed and could_hit and is_first and spell.add(why)
         if look and self._is_due(spell, LOOKUPS, LOOKUPS):
-            spell.why["nothing"] = spell.count - spell.why["states"] - spell.why["silent"]
-            self._warn(
-                f"LMCache holds records, and none of the last {spell.count} lookups was a hit",
-                spell,
-            )
+            nothing = "nothing" if self._holds else "unfed"
+            spell.why[nothing] = spell.count - spell.why["states"] - spell.why["silent"]
+            which = "LMCache holds records" if self._holds else "This engine stores nothing itself"
+            self._warn(f"{which}, and none of the last {spell.count} lookups was a hit", spell)
 
     def ended(self, tracker: RequestTracker) -> None:
         """Take a request that has ended."""
@@ -178,6 +179,8 @@ class StoreWatch:
             "states": f"of {times} there are attention pages, but no state that far",
             "nothing": f"of {times} nothing was found: no prompt so far began as an earlier one of "
             "its cache_salt, LoRA adapter and tags, or its records were evicted",
+            "unfed": f"of {times} nothing was found: no engine fills this store, or one whose "
+            "records have another fingerprint (both logs say it) or other block hashes",
         }[kind]
 
     def _end(self, spell: Spell, text: str) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens a rank's backends, and its store under the names of its model, and logs them."""
 
+import logging
 import threading
 from collections.abc import Collection
 from contextlib import suppress
@@ -31,6 +32,7 @@ def open_backends(manager: "LMCacheManager") -> "LMCacheEngine | None":
         The engine; None where they do not open, which is logged with LMCache's reason.
     """
     before = threading.enumerate()
+    logging.getLogger("lmcache.v1.memory_management").addFilter(_is_no_full_pool)
     manager.post_init()
     engine = manager.lmcache_engine
     if engine is not None and engine.storage_manager is not None:
@@ -39,11 +41,19 @@ def open_backends(manager: "LMCacheManager") -> "LMCacheEngine | None":
     # A traceback, whose last line is the error.
     reason = getattr(manager, "_init_failed_reason", "").strip().splitlines()
     logger.error(
-        "LMCache could not open its store (%s): this rank computes every prompt "
-        "until the engine is restarted with a working store.",
+        "LMCache could not open its store (%s): this rank computes every prompt. Correct what "
+        "that names, an option or the store itself, and restart the engine.",
         reason[-1] if reason else "see above",
     )
     return None
+
+
+def _is_no_full_pool(record: logging.LogRecord) -> bool:
+    """Keep LMCache from warning of each record for which it then evicts others.
+
+    A pool that is full is as it should be. What finds no room even so, this package reports.
+    """
+    return not str(record.msg).startswith("Failed to allocate memory block")
 
 
 def close_engine(manager: "LMCacheManager") -> None:

@@ -315,6 +315,9 @@ def _multimodal(model: Any) -> tuple | None:
         config.video_pruning_rate,
         config.mm_encoder_attn_dtype,
     )
+    if not config.language_model_only:
+        # Its processors make pixels and samples of an item, whose hash covers the item alone.
+        facts += (_version("transformers"),)
     # Added only where set, so that other engines keep their records' names.
     if config.is_multimodal_pruning_enabled() and config.video_pruning_method != "evs":
         facts += (config.video_pruning_method,)

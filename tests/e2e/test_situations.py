@@ -41,7 +41,8 @@ class Set:
             if isinstance(value, dict):
                 return {key: put(each) for key, each in value.items()}
             if isinstance(value, str):
-                return size if value == "N" else value.replace("FOLDER", str(folder / "data"))
+                sizes = {"N": size, "N + 1": size + 1}
+                return sizes.get(value) or value.replace("FOLDER", str(folder / "data"))
             return value
 
         self.flags = put(row.flags)

@@ -2,7 +2,10 @@
 """Sessions of streaming input: no part goes on from a state that has seen a discarded token."""
 
 import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import RequestStatus
+
+from lmcache_hybrid.identity.media import CONTENT, MARK, may_cache
 
 from .engine import SimEngine
 from .program import TRUNKS, Run, Tally
@@ -71,6 +74,22 @@ def test_what_two_parts_leave_is_right(runner, overlap, drafts, early):
         for engine in run.engines:
             engine.check_empty()
         run.pool.reset()
+
+
+def test_media_of_an_earlier_part_stay_marked():
+    run = run_of()
+    engine = run.engines[0]
+    begin(engine, 4)
+    until_waits(engine)
+    session = engine.requests["session"]
+    session.mm_features = [
+        MultiModalFeatureSpec(None, "image", "a" * 64, PlaceholderRange(offset=1, length=2))
+    ]
+    session.sampling_params.extra_args = {MARK: CONTENT}
+    engine.sessions.go_on("session", MORE, 4)
+    assert session.sampling_params.extra_args == {MARK: CONTENT} and may_cache(session)
+    session.mm_features = []  # no toy model has any
+    engine.drain()
 
 
 def test_a_part_starts_from_the_last_boundary_of_the_part_before():

@@ -147,6 +147,15 @@ def test_which_tokens_of_a_video_are_left_out_matters():
     )
 
 
+@pytest.mark.parametrize("text_only", [False, True])
+def test_code_that_makes_pixels_of_an_image_matters_where_there_may_be_one(monkeypatch, text_only):
+    found = []
+    for release in ("5.16.1", "5.19.0"):
+        monkeypatch.setattr(module, "_version", lambda name, release=release: release)
+        found.append(module._multimodal(media(language_model_only=text_only)))
+    assert (found[0] == found[1]) == text_only
+
+
 def test_scales_of_a_vision_tower_matter_by_their_content(tmp_path):
     found = []
     for name, content in (("a", "1"), ("b", "2"), ("c", "1")):

@@ -2,6 +2,7 @@
 """What LMCache would fail on while it serves, or what does nothing here, is told at the start."""
 
 import json
+import logging
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +11,7 @@ import pytest
 from lmcache.integration.vllm import utils as lmcache_utils
 
 from lmcache_hybrid.config.lmcache_config import (
+    LOGGERS_OF_VALUES,
     load_lmcache_config,
     refusals,
     settle_lmcache_config,
@@ -18,6 +20,7 @@ from lmcache_hybrid.config.lmcache_values import misspelt, unasked, without_pref
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.options import without_events
 from lmcache_hybrid.config.own_options import MAX_SIZE_KEY
+from lmcache_hybrid.config.redis_credentials import connection_options
 from lmcache_hybrid.config.store_sizes import check_folder_limit
 from lmcache_hybrid.config.stores.fs import absolute_folders
 from lmcache_hybrid.core.errors import ConfigError
@@ -146,6 +149,37 @@ def test_another_table_of_nodes_is_left_alone_where_nothing_reads_it():
     assert config.extra_config == {"gpu_to_numa_mapping": {"cuda:0": 0}}
 
 
+@pytest.mark.parametrize("written", ["5s", "-1", "0", "nan", "inf"])
+def test_a_time_behind_sentinels_with_which_redis_is_not_used_is_refused(monkeypatch, written):
+    monkeypatch.setenv("REDIS_TIMEOUT", written)
+    message = refusal(remote_url="redis-sentinel://h:26379")
+    assert f"REDIS_TIMEOUT='{written}' is not a number of seconds above 0" in message
+    assert_one_sentence(message)
+    settle_lmcache_config(lmcache_config(remote_url="redis://h:6379"), BLOCK)
+
+
+@pytest.mark.parametrize("threads", ["8", 0, -1, 8.0, True, None])
+def test_threads_with_which_no_disk_opens_are_refused(tmp_path, threads):
+    disk = {"local_disk": str(tmp_path), "max_local_disk_size": 1}
+    message = refusal(**disk, extra_config={"disk_io_threads": threads})
+    assert f"extra_config.disk_io_threads={threads!r} is no number of threads" in message
+    assert_one_sentence(message)
+    # LMCache's GPU buffers, which are refused, take a 0.
+    settle_lmcache_config(extra(disk_io_threads=threads), BLOCK)
+
+
+@pytest.mark.parametrize("bounds", ["0.1, 0.5", [1, 0.5], [], 5, ["0.1"], {"a": 1}])
+def test_bounds_with_which_lmcache_does_not_start_are_refused(bounds):
+    message = refusal(extra_config={"histogram_bucket_time_to_store": bounds})
+    assert f"extra_config.histogram_bucket_time_to_store={bounds!r} is no list of rising" in message
+    assert_one_sentence(message)
+
+
+@pytest.mark.parametrize("bounds", [None, [0.1, 1], [5]])
+def test_bounds_of_a_histogram_are_lmcaches(bounds):
+    settle_lmcache_config(extra(histogram_bucket_time_to_store=bounds), BLOCK)
+
+
 def test_ranks_of_the_controller_that_is_refused_do_not_end_the_start():
     config = lmcache_config(lmcache_worker_ids=[0, 1, 2, 3])
     settle_lmcache_config(config, BLOCK)
@@ -219,6 +253,29 @@ def test_a_server_of_settings_is_asked_once_its_limit_is_a_number(monkeypatch, s
     hybrid_log.clear()
     assert load_lmcache_config(vllm_config(transfer())).max_local_cpu_size == 0.25
     assert "never asked" not in hybrid_log.text
+
+
+def test_a_server_of_settings_may_send_passwords(monkeypatch, server, caplog):
+    """LMCache logs each value that it gets, and where it got it."""
+    monkeypatch.setattr(lmcache_utils, "_config_instance", None)
+    keys = {"aws_secret_access_key": "s3cr3t", "save_chunk_meta": False}
+    sent = {"remote_url": "redis://:s3cr3t@h:1", "extra_config": keys, "no_such": "//u:s3cr3t@h"}
+    configs = [{"key": key, "value": value} for key, value in sent.items()]
+    monkeypatch.setattr(Answers, "answer", {"configs": configs})
+    monkeypatch.setenv("LMCACHE_REMOTE_CONFIG_URL", server.replace("//", "//user:s3cr3t@"))
+    monkeypatch.setenv("LMCACHE_PD_ALLOCATION_TIMEOUT_SEC", "3600")
+    loggers = [logging.getLogger(name) for name in LOGGERS_OF_VALUES]
+    for each in loggers:
+        each.addHandler(caplog.handler)
+    try:
+        config = load_lmcache_config(vllm_config(transfer()))
+    finally:
+        for each in loggers:
+            each.removeHandler(caplog.handler)
+    assert "Applied remote config: remote_url=redis://h:1" in caplog.text
+    assert "s3cr3t" not in caplog.text + repr(config.to_dict())
+    assert config.extra_config["aws_secret_access_key"] == "s3cr3t"
+    assert connection_options(config.remote_url)["password"] == "s3cr3t"
 
 
 @pytest.mark.parametrize("answer", [[1], "hello"], ids=str)

@@ -363,7 +363,7 @@ def test_a_password_with_signs_of_a_url_is_told_without_it(use, signs):
 )
 def test_what_is_no_password_stays_in_the_url(monkeypatch, url):
     monkeypatch.setenv(login.PASSWORD, "pw")
-    config = SimpleNamespace(remote_url=url, extra_config=None)
+    config = LMCacheEngineConfig.from_defaults(remote_url=url)
     login.hide_passwords(config)
     assert config.remote_url == url and not login.holds_password(url)
     if "user" not in url:

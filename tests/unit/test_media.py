@@ -16,7 +16,7 @@ from vllm.renderers.hf import HfRenderer, _build_prompt_embeds_updates
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_patch
-from lmcache_hybrid.identity.media import CLIENT, CONTENT, MARK, may_cache
+from lmcache_hybrid.identity.media import CLIENT, CONTENT, MARK, carry_mark, may_cache
 from lmcache_hybrid.scheduler.prompt import prefix_of
 from tests.unit.helpers import N, make_request
 from tests.unit.scheduler_rig import Rig
@@ -292,6 +292,36 @@ def test_without_a_mark_nothing_is_cached():
     request.sampling_params = None  # pooling
     assert not may_cache(request)
     assert may_cache(make_request(tokens=TOKENS))
+
+
+@pytest.mark.parametrize(
+    "earlier, later, now",
+    [
+        (CONTENT, "no media", CONTENT),
+        (CLIENT, "no media", CLIENT),
+        (None, "no media", None),
+        (CONTENT, CONTENT, CONTENT),
+        (CLIENT, CONTENT, CLIENT),
+        (CONTENT, CLIENT, CLIENT),
+        (None, CONTENT, None),
+        (CONTENT, None, None),
+    ],
+)
+def test_the_mark_of_a_session_covers_the_media_of_all_parts(earlier, later, now):
+    """vLLM keeps the media of earlier parts, and replaces their parameters with the mark."""
+    session, added = unmarked(), later != "no media"
+    mark = {MARK: later} if added and later else {}
+    session.sampling_params = SamplingParams(extra_args={"other": 1, **mark})
+    carry_mark(session, earlier, True, added)
+    assert session.sampling_params.extra_args == {"other": 1, **({MARK: now} if now else {})}
+    assert may_cache(session) == (now == CONTENT)
+
+
+def test_a_first_part_without_media_changes_no_mark():
+    session = unmarked()
+    session.sampling_params = SamplingParams(extra_args={MARK: CONTENT})
+    carry_mark(session, None, False, True)
+    assert may_cache(session)
 
 
 def test_a_later_part_of_a_session_brings_its_own_names():

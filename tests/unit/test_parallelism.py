@@ -14,7 +14,7 @@ from vllm.platforms import interface
 
 from lmcache_hybrid import connector
 from lmcache_hybrid.config.folders import settle_disk_folder
-from lmcache_hybrid.config.parallel import check_parallelism
+from lmcache_hybrid.config.parallel import check_parallelism, why_no_decode_saves
 from lmcache_hybrid.core.errors import ConfigError, LoadError
 from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.identity.adapters import ADAPTERS
@@ -57,6 +57,20 @@ def test_stages_and_shards_are_served():
     assert not refused(pipeline_parallel_size=4, tensor_parallel_size=2, nnodes_within_dp=1)
     assert not refused(pipeline_parallel_size=4, tensor_parallel_size=2, nnodes_within_dp=2)
     check_parallelism(engine_config("qwen3_next"))
+
+
+@pytest.mark.parametrize("stages, drafts", [(1, True), (2, False), (2, True)])
+def test_states_of_generated_tokens_that_stages_write_at_different_steps_are_refused(
+    stages, drafts
+):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        speculative_config=SimpleNamespace(method="ngram") if drafts else None,
+    )
+    why = why_no_decode_saves(config)
+    assert bool(why) == (stages > 1 and drafts)
+    if why:
+        assert_one_sentence(why)
 
 
 def test_prompts_that_are_split_over_ranks_are_refused():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCacheStore on a Redis cluster and behind sentinels: real servers, some of them killed."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -269,6 +271,28 @@ def test_a_replica_takes_its_primarys_place_in_a_cluster(box, tmp_path):
         assert not box.store.failed_writes
         box.assert_pool_is_free()
     finally:
+        cluster.close()
+
+
+def test_a_primary_that_falls_silent_is_replaced(box, tmp_path):
+    """No connection ends, as where a host is cut off: only the other nodes know its successor."""
+    cluster, process = Cluster(tmp_path / "cluster"), None
+    try:
+        box = box(cluster, **SHORT).write(MANY)
+        primary = cluster.node_of(box.store.engine_key(MANY[0]).to_string() + VALUE)
+        replica = cluster.add_replica(tmp_path / "cluster", primary)
+        replica.client.config_set("cluster-replica-no-failover", "no")
+        process = primary.client.info("server")["process_id"]
+        os.kill(process, signal.SIGSTOP)
+        assert outcome(box, MANY[0]) == "miss"
+        wait_for(replica.is_primary, "the replica does not take over")
+        until(lambda: outcome(box, MANY[0]) == "hit", "the replica is not asked")
+        assert {outcome(box, key) for key in MANY} == {"hit"}
+        box.write(KEYS)
+        box.assert_pool_is_free()
+    finally:
+        if process is not None:
+            os.kill(process, signal.SIGCONT)
         cluster.close()
 
 

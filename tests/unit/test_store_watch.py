@@ -191,8 +191,16 @@ def test_prompts_that_are_stored_already_are_no_alarm(life):
     assert not one.said()
 
 
-def test_a_consumer_is_no_alarm(life):
+def test_a_consumer_that_hits_is_no_alarm(life):
     assert not life(save=False).prompts(3 * PROMPTS).said()
+
+
+def test_a_consumer_that_never_hits_is_told(life):
+    """Its prompts have just been computed, and stored, by another engine."""
+    one = life(save=False)
+    (line,) = one.prompts(LOOKUPS).said()
+    assert line.startswith("This engine stores nothing itself, and none of the last 200 lookups")
+    assert "of 200 nothing was found: no engine fills this store, or one whose" in line
 
 
 def test_requests_that_end_before_their_prompt_is_computed_do_not_count(life):

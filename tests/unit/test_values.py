@@ -175,7 +175,7 @@ def test_a_value_that_may_hold_a_password_is_not_shown(monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as error:
         load(monkeypatch, "environment", tmp_path, "extra_config", '{"redis_password": "secret"')
     assert "secret" not in str(error.value)
-    assert str(error.value).startswith("LMCACHE_EXTRA_CONFIG is not a value that LMCache's extra")
+    assert str(error.value).startswith("LMCACHE_EXTRA_CONFIG is no table; write JSON")
 
 
 def test_all_defaults_written_out_are_taken(monkeypatch, tmp_path):
@@ -302,14 +302,20 @@ def test_a_location_that_is_not_there_does_no_harm_beside_others():
     "settings, longest, finer, environment, told",
     [
         ({}, 4096, 64, None, []),
-        ({}, 385, 64, None, []),
-        ({}, 384, 64, None, ["so none ever does; add --prefix-match-unit 64, or raise"]),
+        ({}, 386, 64, None, []),
+        ({}, 385, 64, None, ["so none ever does; add --prefix-match-unit 64, or raise"]),
         ({}, 384, 0, None, ["so none ever does; raise --max-model-len."]),
         ({}, 4096, 64, "0", ["LMCACHE_FORCE_SKIP_SAVE=0 lets this engine store nothing"]),
         ({"local_cpu": False}, 4096, 64, None, ["are all off, so nothing is kept; set local_cpu"]),
         ({"local_cpu": False, "remote_url": "redis://h:1"}, 4096, 64, None, []),
-        ({"min_retrieve_tokens": 4096}, 4096, 64, None, ["is not below max_model_len=4096, so no"]),
-        ({"min_retrieve_tokens": 4095, "priority_limit": 0}, 4096, 64, None, []),
+        (
+            {"min_retrieve_tokens": 3841},
+            4096,
+            64,
+            None,
+            ["is above 3840, the longest hit of"],
+        ),
+        ({"min_retrieve_tokens": 3840, "priority_limit": 0}, 4096, 64, None, []),
         ({"priority_limit": -1}, 4096, 64, None, []),
     ],
     ids=str,
@@ -326,12 +332,18 @@ def test_settings_for_which_nothing_ever_hits(
         assert_one_sentence(sentence)
 
 
+def test_a_prompt_to_pool_may_be_a_token_longer():
+    config = lmcache_config()
+    assert not list(without_hits(config, "kv_both", BLOCK + 1, BLOCK, 0, generates=False))
+    assert list(without_hits(config, "kv_both", BLOCK, BLOCK, 0, generates=False))
+
+
 def warned_of(hybrid_log, **settings) -> list[str]:
     """What an engine with these options of LMCache warns of at start."""
     config = SimpleNamespace(
         kv_transfer_config=transfer(),
         kv_events_config=None,
-        model_config=SimpleNamespace(max_model_len=4096),
+        model_config=SimpleNamespace(max_model_len=4096, runner_type="generate"),
     )
     _warn(config, PLAN, lmcache_config(**settings), OPTIONS)
     return [each.message for each in hybrid_log.records if each.levelname == "WARNING"]
@@ -415,7 +427,7 @@ def test_an_empty_text_is_the_default(monkeypatch, tmp_path, option):
 
 @pytest.mark.parametrize("text", ["[1]", "5", '"5"', "true"])
 def test_extra_config_is_a_table(monkeypatch, tmp_path, text):
-    with pytest.raises(ConfigError, match="EXTRA_CONFIG is not a value that LMCache's extra_con"):
+    with pytest.raises(ConfigError, match="EXTRA_CONFIG is no table; write JSON there, such as"):
         load(monkeypatch, "environment", tmp_path, "extra_config", text)
 
 
@@ -634,3 +646,12 @@ def test_a_consumer_needs_a_store_that_others_fill():
     assert not list(without_hits(config, "kv_producer", 4096, 16, 0))
     config = lmcache_config(remote_url="redis://h:1")
     assert not list(without_hits(config, "kv_consumer", 4096, 16, 0))
+
+
+def test_a_consumer_may_read_what_a_local_disk_has(tmp_path):
+    config = lmcache_config(local_disk=str(tmp_path), max_local_disk_size=1)
+    assert list(without_hits(config, "kv_consumer", 4096, 16, 0))
+    (tmp_path / "record.pt").touch()
+    assert not list(without_hits(config, "kv_consumer", 4096, 16, 0))
+    config = lmcache_config(local_disk=str(tmp_path / "missing"), max_local_disk_size=1)
+    assert list(without_hits(config, "kv_consumer", 4096, 16, 0))

@@ -155,6 +155,7 @@ def test_a_state_whose_block_was_given_away_is_not_stored(given_away):
     stored = [boundary for save in saves for boundary, _ in save.states]
     assert stored == ([] if given_away else [3])
     assert scheduler.counts.dropped_offers == ({"not_cached": 1} if given_away else {})
+    assert request.shared_prefix_boundary == 4 * N, "vLLM would hand off no later state"
 
 
 def test_states_are_stored_only_where_vllms_blocks_are_known():

@@ -2,6 +2,7 @@
 """The plugin on vLLM's real classes and configuration objects; no engine starts."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -275,8 +276,15 @@ def test_a_folder_too_long_for_sockets_is_refused(monkeypatch):
         in (str(error.value))
     )
     engine_config("llama")
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder[:-1] + "e")
-    engine_config("lfm2")
+    shorter = Path(folder[:-1] + "e")
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(shorter))
+    with pytest.raises(ValueError, match="is not a folder that exists, so the engine's processes"):
+        engine_config("lfm2")
+    shorter.mkdir()
+    try:
+        engine_config("lfm2")
+    finally:
+        shorter.rmdir()
 
 
 def inside(name: str, *connectors: dict, **more) -> dict:

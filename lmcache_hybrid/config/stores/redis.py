@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Redis and Valkey, by each name that LMCache has for them, and the plugin ``redis``."""
 
+import math
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,28 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
 
-_SCHEMES = "redis", "rediss", "unix", "redis-cluster", "redis-sentinel"
+_SENTINELS = "redis-sentinel"
+_SCHEMES = "redis", "rediss", "unix", "redis-cluster", _SENTINELS
+SENTINEL_TIMEOUT = "REDIS_TIMEOUT"
+
+
+def sentinel_seconds(default: float) -> float:
+    """Return the seconds for one command behind sentinels, by LMCache's variable.
+
+    Raises:
+        ConfigError: it is not a number above 0.
+    """
+    written = os.environ.get(SENTINEL_TIMEOUT)
+    try:
+        seconds = float(written) if written else default
+    except ValueError:
+        seconds = math.nan
+    if written and not 0 < seconds < math.inf:
+        raise ConfigError(
+            f"{SENTINEL_TIMEOUT}={written!r} is not a number of seconds above 0; write one without "
+            "a unit, or unset it."
+        )
+    return seconds
 
 
 class Redis(StoreKind):
@@ -55,6 +78,8 @@ class Redis(StoreKind):
                 f"{parts.scheme}://host:port,host:port."
             )
         connection_options(url)
+        if parts.scheme == _SENTINELS:
+            sentinel_seconds(0)
 
     def unencrypted(self, place: Place, config: "LMCacheEngineConfig") -> str | None:
         return unencrypted(place.url)

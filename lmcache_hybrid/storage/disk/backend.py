@@ -221,6 +221,8 @@ class LocalDisk(LimitedIndex, StorageBackendInterface):
             os.stat(self.path)
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            if self.others.may_go_by_now():
+                self.others.delete_kept({self.path_of(each) for each in self.put_tasks})
             if not self._make_room(self.path_of(key), size):
                 logger.debug("%s is not written: all room is promised or in flight", key)
                 return

@@ -5,6 +5,7 @@ import contextlib
 import os
 import stat
 import threading
+import time
 from collections.abc import Set
 
 from vllm.logger import init_logger
@@ -12,6 +13,10 @@ from vllm.logger import init_logger
 from lmcache_hybrid.storage.disk.deleter import Deleter
 
 logger = init_logger("vllm.lmcache_hybrid.storage.disk.other_files")
+
+
+# Min seconds between two attempts at a file that could not be deleted.
+AGAIN_SECONDS = 60.0
 
 
 class OtherFiles:
@@ -39,6 +44,7 @@ class OtherFiles:
         self.strangers: dict[str, int] = {}
         self.strange_bytes = 0
         self.kept: dict[str, int] = {}
+        self._tried = time.monotonic()
         self.deleter = Deleter(self._stays)
 
     def found(self, strangers: dict[str, int]) -> None:
@@ -76,6 +82,21 @@ class OtherFiles:
     def bytes_kept(self, but: str) -> int:
         """Return the bytes of undeletable files, except for one that is about to be replaced."""
         return sum(self.kept.values()) - self.kept.get(but, 0)
+
+    def may_go_by_now(self) -> bool:
+        """Whether :meth:`delete_kept` is due."""
+        return bool(self.kept) and time.monotonic() - self._tried >= AGAIN_SECONDS
+
+    def delete_kept(self, but: Set[str]) -> None:
+        """Try again to delete what could not be: its cause may be gone, or the file.
+
+        Args:
+            but: paths that are being written.
+        """
+        self._tried = time.monotonic()
+        for path in self.kept.keys() - but:
+            del self.kept[path]
+            self.delete(path)
 
     def replaced(self, path: str) -> None:
         """Note that a record's file was written to a path."""

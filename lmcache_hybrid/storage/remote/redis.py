@@ -9,7 +9,6 @@ LMCache's pool without a copy, on threads, off the event loop.
 import asyncio
 import itertools
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from redis.exceptions import AskError
 
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.stores.base import Place
+from lmcache_hybrid.config.stores.redis import sentinel_seconds
 from lmcache_hybrid.core.errors import SlowError
 from lmcache_hybrid.core.late_loads import Reading, reading
 from lmcache_hybrid.core.threads import anywhere, cores, started
@@ -55,8 +55,6 @@ SILENT_SECONDS = 1.0
 FLUSH_SECONDS = 8.0
 # Max seconds to wait for the ends of calls once their connections are shut down.
 END_SECONDS = 1.0
-# LMCache's name: seconds for one command behind sentinels.
-SENTINEL_TIMEOUT = "REDIS_TIMEOUT"
 
 T = TypeVar("T")
 
@@ -82,7 +80,7 @@ class HybridRedisConnector(BatchConnector):
         self._url = url
         self._pool = context.local_cpu_backend
         if url.lower().startswith(clients.SENTINEL):
-            self._seconds = float(os.environ.get(SENTINEL_TIMEOUT) or self._seconds)
+            self._seconds = sentinel_seconds(self._seconds)
         self._servers = servers_at(
             url,
             {

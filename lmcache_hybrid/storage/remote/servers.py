@@ -6,9 +6,11 @@ cluster.
 """
 
 import contextlib
+import math
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -25,17 +27,24 @@ KEPT = 8
 CLOSED = (redis.ConnectionError, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 # After these errors a retry on a new connection, maybe to another server, may succeed.
 TRY_AGAIN = (*CLOSED, AskError, ReadOnlyError)
+# What a server that does not answer raises: its replica may have taken over.
+SILENT = (TimeoutError, redis.TimeoutError)
+# Min seconds between two searches for the replacement of a node that does not answer.
+SEARCH_SECONDS = 5.0
 
 
 class Server:
     """Connections to one server. Any thread may call it; owns them until closed."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(
+        self, make: Callable[[], Any], silent: Callable[[], object] = lambda: None
+    ) -> None:
         """
         Args:
             make: makes a redis-py connection, which connects later.
+            silent: called after each error of :data:`SILENT`; may not block.
         """
-        self._make = make
+        self._make, self._silent = make, silent
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._busy: set[Any] = set()
@@ -65,6 +74,8 @@ class Server:
             connection.disconnect()
             if isinstance(error, TRY_AGAIN):
                 self._forget()
+            elif isinstance(error, SILENT):
+                self._silent()
             raise
         with self._lock:
             self._busy.discard(connection)
@@ -133,6 +144,7 @@ class ClusterServers:
         self._lock = threading.Lock()  # guards those below
         self._asking: Future[redis.RedisCluster] | None = None
         self._client: redis.RedisCluster | None = None
+        self._searched = -math.inf  # time.monotonic of the last search by :meth:`_search`
         self._closed = False
         self._servers: dict[tuple[str, int], Server] = {}
 
@@ -150,11 +162,7 @@ class ClusterServers:
             TimeoutError: none did so in time. The search goes on, and the next caller joins it.
         """
         with self._lock:
-            if self._closed:
-                raise redis.ConnectionError("this engine is shutting down")
-            if self._asking is None or self._asking.done():
-                self._asking = self._asker.submit(self._ask_nodes)
-            asking = self._asking
+            asking = self._ask()
         try:
             return asking.result(self._seconds)
         except TimeoutError:
@@ -162,22 +170,51 @@ class ClusterServers:
         except CancelledError:
             raise redis.ConnectionError("this engine is shutting down") from None
 
+    def _search(self) -> None:
+        """Ask the nodes, because one does not answer; nobody waits.
+
+        A node that is lost without a word raises no error of TRY_AGAIN, and the others, asked for
+        keys of their own only, do not say who took its place.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if not self._closed and now - self._searched >= SEARCH_SECONDS:
+                self._searched = now
+                self._ask()
+
+    def _ask(self) -> Future[redis.RedisCluster]:
+        """Begin to ask the nodes, or join in. Call with the lock held."""
+        if self._closed:
+            raise redis.ConnectionError("this engine is shutting down")
+        if self._asking is None or self._asking.done():
+            self._asking = self._asker.submit(self._ask_nodes)
+        return self._asking
+
     def _ask_nodes(self) -> redis.RedisCluster:
-        """Ask the nodes. Runs on the thread: redis-py waits for each node that is silent."""
+        """Ask the nodes. Runs on the thread: redis-py waits for each node that is silent.
+
+        If none of the known nodes answers, those that the URL names are looked up again: their
+        names may lead elsewhere by now.
+        """
         client = self._client
         try:
-            if client is None:
-                client = self._make_client()
-            else:
-                client.nodes_manager.initialize()
+            if client is not None:
+                with contextlib.suppress(RedisClusterException):
+                    client.nodes_manager.initialize()
+                    return client
+            client = self._make_client()
         except RedisClusterException as error:  # is no RedisError
             raise redis.ConnectionError(str(error)) from error
         with self._lock:
-            if not self._closed:
+            closed, old = self._closed, self._client
+            if not closed:
                 self._client = client
-                return client
-        client.close()  # while the nodes were asked
-        raise redis.ConnectionError("this engine is shutting down")
+        unused = client if closed else old
+        if unused is not None:
+            unused.close()
+        if closed:  # while the nodes were asked
+            raise redis.ConnectionError("this engine is shutting down")
+        return client
 
     def of(self, name: str) -> Server:
         try:
@@ -189,18 +226,18 @@ class ClusterServers:
         return self._server(node.host, node.port)
 
     def _server(self, host: str, port: int) -> Server:
-        client = self._cluster()
         with self._lock:
             found = self._servers.get((host, port))
             if found is None:
 
                 def make() -> Any:
-                    node = client.get_node(host, port)
-                    if node is None:
+                    client = self._client
+                    node = client.get_node(host, port) if client else None
+                    if client is None or node is None:
                         raise redis.ConnectionError(f"{host}:{port} has left the cluster")
                     return _connection(client.get_redis_connection(node).connection_pool)
 
-                found = self._servers[host, port] = Server(make)
+                found = self._servers[host, port] = Server(make, self._search)
             return found
 
     def after(self, error: Any, name: str) -> Server:

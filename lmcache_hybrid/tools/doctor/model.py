@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.config.drafts import why_hits_are_shorter
-from lmcache_hybrid.config.parallel import check_parallelism, local_ranks
+from lmcache_hybrid.config.parallel import check_parallelism, local_ranks, why_no_decode_saves
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups, suggested_unit
 from lmcache_hybrid.tools.doctor.finding import one_line
@@ -69,6 +69,7 @@ class Model:
         local_ranks: of one engine on this machine, pipeline stages included.
         hosts: over which vLLM spreads the ranks of one engine.
         dcp: ``--decode-context-parallel-size``; N is then a state's block times that.
+        no_decode_saves: why ``save_decode_cache`` is refused, in a sentence; empty if it is not.
     """
 
     served: bool
@@ -91,6 +92,7 @@ class Model:
     local_ranks: int = 1
     hosts: int = 1
     dcp: int = 1
+    no_decode_saves: str = ""
 
     @property
     def attention_bytes(self) -> int:
@@ -192,6 +194,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         here,
         hosts,
         plan.dcp,
+        why_no_decode_saves(config),
     )
 
 

@@ -179,6 +179,8 @@ def check_options(context: Context) -> Iterator[Finding]:
     except ConfigError as failure:
         others += failure.args
     model = context.model if context.block_size else None
+    if model and model.no_decode_saves and config.save_decode_cache:
+        others.append(model.no_decode_saves)
     others += _too_small(config, model, options)
     yield from (error("options", sentence) for sentence in others if sentence not in refused)
     if others:

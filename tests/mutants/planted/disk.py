@@ -5,6 +5,9 @@ from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/disk/backend.py": {
+        "what could not be deleted counts until the restart": never(
+            "            if self.others.may_go_by_now():\n"
+        ),
         "a save competes with its own writes": gone(
             "        self.others.deleter.wait_for_queueing()\n"
         ),
@@ -65,6 +68,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/disk/other_files.py": {
+        "a file that is being written is deleted as the one before it": (
+            "for path in self.kept.keys() - but:",
+            "for path in set(self.kept):",
+        ),
         "a file that cannot be deleted does not count": (
             "                self.kept[path] = status.st_size\n",
             "                self.kept[path] = 0\n",

@@ -74,6 +74,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/worker/fingerprint.py": {
+        "the code that makes pixels of images does not count": passes(
+            '        facts += (_version("transformers"),)\n'
+        ),
         "how tokens of a video are chosen does not count": (
             "        facts += (config.video_pruning_method,)\n",
             "        facts += ()\n",
@@ -214,6 +217,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/identity/media.py": {
+        "a session's next part vouches for the media of all": (
+            "marks = {earlier, mark_of(params)} if media_added else {earlier}",
+            "marks = {mark_of(params)} if media_added else {earlier}",
+        ),
         "names of images that a client gave count across tenants": always(
             "        if request.cache_salt:\n"
         ),

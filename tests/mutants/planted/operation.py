@@ -25,6 +25,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/scheduler/save_planner.py": {
+        "a lost hand-off ends the saves of an answer": (
+            "request.shared_prefix_boundary > 0:\n            self._reach(tracker, boundary)\n",
+            "request.shared_prefix_boundary > 0:\n            pass\n",
+        ),
         "a state inside a block is stored as that of the boundary before": (
             "            if misfit or block == NULL_BLOCK or tokens > computed or tokens == 0:\n",
             "            tokens -= misfit\n"
@@ -147,7 +151,7 @@ MISTAKES = {
             "}",
         ),
     },
-    "lmcache_hybrid/scheduler/lookup_metrics.py": {
+    "lmcache_hybrid/scheduler/lookup_reports.py": {
         "tokens lost for want of a state are not counted": gone(
             "            counts.lost_tokens += lost\n"
         ),

@@ -198,6 +198,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/config/no_hits.py": {
+        "a prompt may be as long as the model allows": (
+            "(longest - 1 - generates) // unit",
+            "(longest - 1) // unit",
+        ),
         "nobody learns that no prompt is long enough": never("    if longest <= unit:\n"),
         "what is stored is looked for elsewhere, without a word": never(
             "    if written and read and written not in read:\n"

@@ -138,6 +138,13 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/remote/servers.py": {
+        "nobody looks for the successor of a node that falls silent": passes(
+            "                self._silent()\n"
+        ),
+        "names of a cluster's URL are resolved once": (
+            "                with contextlib.suppress(RedisClusterException):\n",
+            "                with contextlib.nullcontext():\n",
+        ),
         "a connection over TLS that the server closed fails the write that finds it": gone(
             ", ssl.SSLEOFError, ssl.SSLZeroReturnError"
         ),
@@ -210,6 +217,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/eviction_order.py": {
+        "the first use of each chunk is noted for ever": gone(
+            "        self.max_num_chunk_hash = NOTED\n"
+        ),
         "prompts that come once push out what was hit": (
             "older = chain(islice(self._once, over), self._main)",
             "older = chain(self._main, self._once)",

@@ -168,6 +168,9 @@ MISTAKES = {
         ),
     },
     "vllm_patch/sessions.py": {
+        "a session's next part forgets the mark of its media": gone(
+            "        carry_mark(session, mark, had_media, bool(update.mm_features))\n"
+        ),
         "a session's next part goes on from a state that saw a discarded token": (
             "    start_parts_over()\n    drop",
             "    drop",

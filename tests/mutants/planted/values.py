@@ -99,6 +99,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/storage/open_store.py": {
+        "LMCache warns of a full pool": (
+            'not str(record.msg).startswith("Failed to allocate memory block")',
+            "True",
+        ),
         "why LMCache opened no store is somewhere in the log": (
             'reason[-1] if reason else "see above"',
             '"see above"',

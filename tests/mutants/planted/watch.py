@@ -5,6 +5,10 @@ from tests.mutants.defect import each_of, gone, passes
 
 MISTAKES = {
     "lmcache_hybrid/scheduler/store_watch.py": {
+        "an engine that only reads is never told that nothing hits": (
+            "fed = self._holds or not self._options.save",
+            "fed = self._holds",
+        ),
         "prompts that are stored already are taken for unstored": (
             "        if tracker.found or request",
             "        if request",

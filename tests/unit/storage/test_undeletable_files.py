@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
+from lmcache_hybrid.storage.disk import other_files
 from lmcache_hybrid.storage.key_names import readable_name
 from lmcache_hybrid.storage.record_format import payload_bytes
 
@@ -131,6 +132,44 @@ def test_a_record_that_is_stored_again_in_its_place_counts_once(box, held):
     assert not one.backend.others.kept and taken(one.folder) == most
     one.read(KEYS)
     one.store.check_integrity()
+
+
+def test_what_can_be_deleted_after_all_leaves_its_room(box, held, monkeypatch):
+    """As the warning asks for: the folder was made writable, or the files were deleted."""
+    monkeypatch.setattr(other_files, "AGAIN_SECONDS", 0.0)
+    one = write(box("disk"))
+    most, paths = limit(one), [one.path(key) for key in KEYS[:2]]
+    held.update(path.name for path in paths)
+    for key in KEYS[:2]:
+        one.store.discard(key)
+    assert len(one.backend.others.kept) == 2
+    held.clear()
+    paths[0].unlink()
+    write(one, OTHERS)
+    one.backend.others.deleter.finish()
+    assert not one.backend.others.kept and taken(one.folder) <= most
+    assert set(one.store.locate(OTHERS)) == set(OTHERS)
+    one.store.check_integrity()
+
+
+def test_a_file_that_is_being_written_is_not_deleted_as_the_old_one(box, held, monkeypatch):
+    monkeypatch.setattr(other_files, "AGAIN_SECONDS", 0.0)
+    one = write(box("disk"))
+    held.add(one.path(KEYS[0]).name)
+    one.store.discard(KEYS[0])
+    held.clear()
+    written, put_another = one.backend.write_file, []
+
+    def write_then_queue(buffer, path):
+        written(buffer, path)
+        if not put_another:
+            put_another.append(1)
+            put(one.store, OTHERS[:1], SIZE)
+
+    monkeypatch.setattr(one.backend, "write_file", write_then_queue)
+    write(one, KEYS[:1])
+    assert put_another
+    one.read(KEYS)
 
 
 def test_files_of_others_that_cannot_be_deleted_leave_room_for_less(box, held):
