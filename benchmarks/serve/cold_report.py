@@ -48,7 +48,8 @@ def _rows(family: Mapping[str, Any]) -> Iterator[list[str]]:
             for name in SHOWN:
                 if arm == BASE or BASE not in arms:
                     unit = " a second" if "throughput" in name else " ms"
-                    cells.append(f"{median(run[name]):.3g}{unit}")
+                    value = median(run[name])
+                    cells.append(f"{value:{'.3g' if value < 1000 else ',.0f'}}{unit}")
                 else:
                     ratios = [one / other for one, other in zip(run[name], arms[BASE][name])]
                     cells.append(

@@ -194,8 +194,7 @@ def _as_lmcache_may_log() -> Iterator[None]:
         return not (isinstance(unknown, tuple) and own_options.is_own(str(unknown[0])))
 
     def without_passwords(record: logging.LogRecord) -> bool:
-        if isinstance(record.args, tuple):
-            record.args = tuple(map(without_secrets, record.args))
+        record.msg, record.args = without_secrets(record.getMessage()), ()
         return True
 
     filters = is_not_ours, without_passwords
@@ -368,10 +367,11 @@ def _check_buckets(config: "LMCacheEngineConfig") -> None:
     for name, bounds in (config.extra_config or {}).items():
         if not str(name).startswith(_BUCKETS) or bounds is None:
             continue
-        known = isinstance(bounds, (list, tuple)) and all(
-            isinstance(bound, (int, float)) for bound in bounds
-        )
-        if not (bounds and known and list(bounds) == sorted(bounds)):
+        try:  # as prometheus_client reads them
+            read = [float(bound) for bound in bounds] if isinstance(bounds, (list, tuple)) else []
+        except (TypeError, ValueError):
+            read = []
+        if read != sorted(read) or not any(map(math.isfinite, read)):
             raise ConfigError(
                 f"LMCache option extra_config.{name}={bounds!r} is no list of rising numbers; "
                 "write one such as [0.1, 0.5, 1], or remove it for LMCache's default."

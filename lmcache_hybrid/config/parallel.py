@@ -57,7 +57,8 @@ def why_no_decode_saves(vllm_config: "VllmConfig") -> str:
     state has been stored already.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages == 1 or not vllm_config.speculative_config:
+    drafts, has_states = vllm_config.speculative_config, vllm_config.model_config.is_hybrid
+    if stages == 1 or not drafts or not has_states:
         return ""
     return (
         f"LMCache option save_decode_cache=True with pipeline_parallel_size={stages} and "

@@ -28,7 +28,11 @@ IN_QUERY = {*URL_QUERY_ARGUMENT_PARSERS, "client_name", "username", "password"}
 # redis-py also takes a password there: unix:///run/redis.sock?password=...
 _IN_QUERY = re.compile(r"(?<=[?&])password=([^&#]*)&?")
 
-_VALUES_OF_S3 = re.compile(rf"((?:{'|'.join(S3_KEYS)})['\"]?\s*[:=]\s*['\"]?)[^'\",}}\s]+")
+# In any text, also in tables: rather more than a login than less.
+_LOGIN = re.compile(r"//\S*@")
+_SECRETS = re.compile(
+    rf"((?:{'|'.join(S3_KEYS)}|password)['\"]?\s*[:=]\s*['\"]?)[^'\",}}&#\s]+", re.IGNORECASE
+)
 
 # (user, password) that :func:`hide_passwords` took out of a URL, by the remaining URL.
 _hidden: dict[str, tuple[str, str]] = {}
@@ -54,14 +58,12 @@ def without_password(url: str) -> str:
 
 def shown(value: Any) -> str:
     """Format a value without the logins of its URLs."""
-    return re.sub(r"//[^\s'\"]*@", "//", repr(value))
+    return _LOGIN.sub("//", repr(value))
 
 
-def without_secrets(value: Any) -> Any:
-    """Return what a log may have of a value: logins of URLs and keys of S3 are left out."""
-    text = str(value)
-    sound = _VALUES_OF_S3.sub(r"\1***", re.sub(r"//[^\s'\"]*@", "//", text))
-    return value if sound == text else sound
+def without_secrets(text: str) -> str:
+    """Return what a log may have of a text: logins of URLs and keys of S3 are left out."""
+    return _SECRETS.sub(r"\1***", _LOGIN.sub("//", text))
 
 
 def connection_options(url: str) -> dict[str, Any]:
@@ -190,7 +192,8 @@ def hide_passwords(config: "LMCacheEngineConfig") -> None:
     """
     if config.remote_url:
         config.remote_url = _hide(config.remote_url)
-    config.remote_config_url = without_secrets(config.remote_config_url)  # asked already
+    if config.remote_config_url:  # asked already
+        config.remote_config_url = without_secrets(config.remote_config_url)
     extra = config.extra_config or {}
     for name in PLUGIN_URLS:
         if isinstance(extra.get(name), str):

@@ -341,6 +341,8 @@ class HybridScheduler:
                 self._drop_offers(tracker, offered)
                 if tracker is None or not tracker.save:
                     self._may_store.pop(request_id, None)
+                elif tracker.unsaved:
+                    self._may_store[request_id] = None
                 continue
             try:
                 save = self._save_of(tracker, scheduled[request_id], offered, block_state)
@@ -380,8 +382,8 @@ class HybridScheduler:
             tracker.cancel_background()
         held = [offer for offer in offered if self.blocks.hold(request, offer)]
         self._planner.drop_offers("not_cached", len(offered) - len(held))
-        self._planner.lose(tracker, set(offered) - set(held))
         save = self._planner.plan(tracker, computed, held, block_state)
+        self._planner.lose(tracker, set(offered) - set(held))
         tracker.settle_keep(self._plan)
         if save is not None and self.events is not None:
             self.events.learn_save(request, save)

@@ -149,11 +149,11 @@ def test_another_table_of_nodes_is_left_alone_where_nothing_reads_it():
     assert config.extra_config == {"gpu_to_numa_mapping": {"cuda:0": 0}}
 
 
-@pytest.mark.parametrize("written", ["5s", "-1", "0", "nan", "inf"])
+@pytest.mark.parametrize("written", ["5s", "-1", "0", "nan", "inf", "1e10"])
 def test_a_time_behind_sentinels_with_which_redis_is_not_used_is_refused(monkeypatch, written):
     monkeypatch.setenv("REDIS_TIMEOUT", written)
     message = refusal(remote_url="redis-sentinel://h:26379")
-    assert f"REDIS_TIMEOUT='{written}' is not a number of seconds above 0" in message
+    assert f"REDIS_TIMEOUT='{written}' is not a number of seconds that a socket" in message
     assert_one_sentence(message)
     settle_lmcache_config(lmcache_config(remote_url="redis://h:6379"), BLOCK)
 
@@ -168,14 +168,14 @@ def test_threads_with_which_no_disk_opens_are_refused(tmp_path, threads):
     settle_lmcache_config(extra(disk_io_threads=threads), BLOCK)
 
 
-@pytest.mark.parametrize("bounds", ["0.1, 0.5", [1, 0.5], [], 5, ["0.1"], {"a": 1}])
+@pytest.mark.parametrize("bounds", ["0.1, 0.5", [1, 0.5], [], 5, ["a"], {"a": 1}, [float("inf")]])
 def test_bounds_with_which_lmcache_does_not_start_are_refused(bounds):
     message = refusal(extra_config={"histogram_bucket_time_to_store": bounds})
     assert f"extra_config.histogram_bucket_time_to_store={bounds!r} is no list of rising" in message
     assert_one_sentence(message)
 
 
-@pytest.mark.parametrize("bounds", [None, [0.1, 1], [5]])
+@pytest.mark.parametrize("bounds", [None, [0.1, 1], [5], ["0.1", "0.5"]])
 def test_bounds_of_a_histogram_are_lmcaches(bounds):
     settle_lmcache_config(extra(histogram_bucket_time_to_store=bounds), BLOCK)
 
@@ -260,7 +260,9 @@ def test_a_server_of_settings_may_send_passwords(monkeypatch, server, caplog):
     monkeypatch.setattr(lmcache_utils, "_config_instance", None)
     keys = {"aws_secret_access_key": "s3cr3t", "save_chunk_meta": False}
     sent = {"remote_url": "redis://:s3cr3t@h:1", "extra_config": keys, "no_such": "//u:s3cr3t@h"}
+    sent |= {"nor_this": "unix:///run/redis.sock?password=s3cr3t", "one_more": "//:o'h_s3cr3t@h"}
     configs = [{"key": key, "value": value} for key, value in sent.items()]
+    configs += [{"value": "redis://:s3cr3t@h"}]  # without a key
     monkeypatch.setattr(Answers, "answer", {"configs": configs})
     monkeypatch.setenv("LMCACHE_REMOTE_CONFIG_URL", server.replace("//", "//user:s3cr3t@"))
     monkeypatch.setenv("LMCACHE_PD_ALLOCATION_TIMEOUT_SEC", "3600")

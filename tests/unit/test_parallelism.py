@@ -59,16 +59,19 @@ def test_stages_and_shards_are_served():
     check_parallelism(engine_config("qwen3_next"))
 
 
-@pytest.mark.parametrize("stages, drafts", [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "stages, drafts, hybrid", [(1, True, True), (2, False, True), (2, True, False), (2, True, True)]
+)
 def test_states_of_generated_tokens_that_stages_write_at_different_steps_are_refused(
-    stages, drafts
+    stages, drafts, hybrid
 ):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
         speculative_config=SimpleNamespace(method="ngram") if drafts else None,
+        model_config=SimpleNamespace(is_hybrid=hybrid),
     )
     why = why_no_decode_saves(config)
-    assert bool(why) == (stages > 1 and drafts)
+    assert bool(why) == (stages > 1 and drafts and hybrid)
     if why:
         assert_one_sentence(why)
 

@@ -111,11 +111,12 @@ def test_a_state_is_restored_where_the_next_step_reads_it(drafts):
     assert len(set(after[0][2:])) == len(after[0][2:]) == 2 + drafts
 
 
-@pytest.mark.parametrize("given_away", [False, True])
-def test_a_state_whose_block_was_given_away_is_not_stored(given_away):
+@pytest.mark.parametrize("fate", ["stored", "given away", "not scheduled"])
+def test_a_state_whose_block_may_be_another_requests_by_now_is_not_stored(fate):
     """Accepted drafts are hashed after their step, and the next pass frees what they passed.
 
     The other request's attention page lies in that block then, whose hash says as many tokens.
+    What comes after is stored all the same.
     """
     manager, ranks = make_manager(drafts=2), Ranks(plan=PLAN)
     options = dataclasses.replace(OPTIONS, save_decode=True)
@@ -141,7 +142,7 @@ def test_a_state_whose_block_was_given_away_is_not_stored(given_away):
         request, request.num_computed_tokens
     )  # takes the new hashes
     assert manager.allocate_slots(request, 3, num_lookahead_tokens=2)
-    if given_away:
+    if fate == "given away":
         other = make_request("other", [9] * 3 * N)
         manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks() - 6)
         assert manager.allocate_slots(other, 3 * N)
@@ -149,12 +150,15 @@ def test_a_state_whose_block_was_given_away_is_not_stored(given_away):
     offers = manager.take_boundary_state_offloads()
     assert offers["r"] == [(0, state, 3 * N)]
     table = manager.get_blocks("r").get_block_ids()
-    saves = scheduler.build_connector_meta(
-        make_output({"r": 3}, {"r": table}, {"r": offers["r"]})
-    ).saves
+    step = make_output(
+        {} if fate == "not scheduled" else {"r": 3}, {"r": table}, {"r": offers["r"]}
+    )
+    saves = scheduler.build_connector_meta(step).saves
     stored = [boundary for save in saves for boundary, _ in save.states]
-    assert stored == ([] if given_away else [3])
-    assert scheduler.counts.dropped_offers == ({"not_cached": 1} if given_away else {})
+    assert stored == ([3] if fate == "stored" else [])
+    reason = {"given away": {"not_cached": 1}, "not scheduled": {"not_running": 1}}
+    assert scheduler.counts.dropped_offers == reason.get(fate, {})
+    scheduler.check_integrity()
     assert request.shared_prefix_boundary == 4 * N, "vLLM would hand off no later state"
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from lmcache_hybrid.config.lmcache_options import SOCKET_MS
 from lmcache_hybrid.config.redis_credentials import (
     PLUGIN_URLS,
     SEVERAL_HOSTS,
@@ -37,10 +38,10 @@ def sentinel_seconds(default: float) -> float:
         seconds = float(written) if written else default
     except ValueError:
         seconds = math.nan
-    if written and not 0 < seconds < math.inf:
+    if written and not 0 < seconds <= SOCKET_MS // 1000:
         raise ConfigError(
-            f"{SENTINEL_TIMEOUT}={written!r} is not a number of seconds above 0; write one without "
-            "a unit, or unset it."
+            f"{SENTINEL_TIMEOUT}={written!r} is not a number of seconds that a socket can wait; "
+            "write one above 0 without a unit, or unset it."
         )
     return seconds
 

@@ -33,12 +33,15 @@ class Deleter:
         """Rename a file now, and delete it later.
 
         Deleting frees the file's cached pages, which takes several times as long as the rest of a
-        save. A file whose name is too long to rename is deleted now.
+        save. A file whose name is too long to rename is deleted now; one that was renamed before
+        keeps its name.
 
         Raises:
             OSError: it cannot be deleted, and still takes its space.
         """
         old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
+        if path.endswith(EVICTED):
+            old = path
         try:
             os.rename(path, old)
         except FileNotFoundError:

@@ -17,6 +17,8 @@ logger = init_logger("vllm.lmcache_hybrid.storage.disk.other_files")
 
 # Min seconds between two attempts at a file that could not be deleted.
 AGAIN_SECONDS = 60.0
+# Max files that are tried again while a save is queued.
+AT_ONCE = 32
 
 
 class OtherFiles:
@@ -44,7 +46,7 @@ class OtherFiles:
         self.strangers: dict[str, int] = {}
         self.strange_bytes = 0
         self.kept: dict[str, int] = {}
-        self._tried = time.monotonic()
+        self._tried, self._warned = time.monotonic(), False
         self.deleter = Deleter(self._stays)
 
     def found(self, strangers: dict[str, int]) -> None:
@@ -88,13 +90,15 @@ class OtherFiles:
         return bool(self.kept) and time.monotonic() - self._tried >= AGAIN_SECONDS
 
     def delete_kept(self, but: Set[str]) -> None:
-        """Try again to delete what could not be: its cause may be gone, or the file.
+        """Try again to delete some that could not be: the cause may be gone, or the file.
+
+        Those of the longest standing are tried.
 
         Args:
             but: paths that are being written.
         """
         self._tried = time.monotonic()
-        for path in self.kept.keys() - but:
+        for path in [path for path in self.kept if path not in but][:AT_ONCE]:
             del self.kept[path]
             self.delete(path)
 
@@ -130,12 +134,14 @@ class OtherFiles:
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode):
                 self.kept[path] = status.st_size
-                logger.warning_once(
-                    "%s cannot be deleted (%s): such files count towards max_local_disk_size. "
-                    "Delete them, or make the folder writable.",
-                    path,
-                    error.strerror,
-                )
+                if not self._warned:
+                    self._warned = True
+                    logger.warning(
+                        "%s cannot be deleted (%s): such files count towards max_local_disk_size. "
+                        "Delete them, or make the folder writable.",
+                        path,
+                        error.strerror,
+                    )
 
     def check_integrity(self, indexed: Set[str]) -> None:
         """Assert what always holds, given the paths of indexed files."""

@@ -184,11 +184,14 @@ class ClusterServers:
 
     def _ask(self) -> Future[redis.RedisCluster]:
         """Begin to ask the nodes, or join in. Call with the lock held."""
-        if self._closed:
-            raise redis.ConnectionError("this engine is shutting down")
+        self._check_open()
         if self._asking is None or self._asking.done():
             self._asking = self._asker.submit(self._ask_nodes)
         return self._asking
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise redis.ConnectionError("this engine is shutting down")
 
     def _ask_nodes(self) -> redis.RedisCluster:
         """Ask the nodes. Runs on the thread: redis-py waits for each node that is silent.
@@ -202,6 +205,7 @@ class ClusterServers:
                 with contextlib.suppress(RedisClusterException):
                     client.nodes_manager.initialize()
                     return client
+            self._check_open()
             client = self._make_client()
         except RedisClusterException as error:  # is no RedisError
             raise redis.ConnectionError(str(error)) from error
@@ -227,6 +231,7 @@ class ClusterServers:
 
     def _server(self, host: str, port: int) -> Server:
         with self._lock:
+            self._check_open()
             found = self._servers.get((host, port))
             if found is None:
 

@@ -69,6 +69,7 @@ class Model:
         local_ranks: of one engine on this machine, pipeline stages included.
         hosts: over which vLLM spreads the ranks of one engine.
         dcp: ``--decode-context-parallel-size``; N is then a state's block times that.
+        generates: False for pooling.
         no_decode_saves: why ``save_decode_cache`` is refused, in a sentence; empty if it is not.
     """
 
@@ -92,6 +93,7 @@ class Model:
     local_ranks: int = 1
     hosts: int = 1
     dcp: int = 1
+    generates: bool = True
     no_decode_saves: str = ""
 
     @property
@@ -194,6 +196,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         here,
         hosts,
         plan.dcp,
+        config.model_config.runner_type == "generate",
         why_no_decode_saves(config),
     )
 

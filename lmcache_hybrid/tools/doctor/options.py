@@ -203,7 +203,8 @@ def check_options(context: Context) -> Iterator[Finding]:
     if model and finer and not model.fits_gpu(finer):
         finer = 0
     role = None if context.transfer is None else context.transfer.kv_role
-    for sentence in without_hits(config, role, longest, unit, finer, most):
+    generates = model is None or model.generates
+    for sentence in without_hits(config, role, longest, unit, finer, most, generates):
         yield error("options", sentence)
 
 

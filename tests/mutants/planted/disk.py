@@ -69,8 +69,8 @@ MISTAKES = {
     },
     "lmcache_hybrid/storage/disk/other_files.py": {
         "a file that is being written is deleted as the one before it": (
-            "for path in self.kept.keys() - but:",
-            "for path in set(self.kept):",
+            "[path for path in self.kept if path not in but][:AT_ONCE]",
+            "list(self.kept)[:AT_ONCE]",
         ),
         "a file that cannot be deleted does not count": (
             "                self.kept[path] = status.st_size\n",

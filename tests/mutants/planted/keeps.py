@@ -180,9 +180,8 @@ MISTAKES = {
             "            if tracker.keep is not None and tracker.keep.promised:\n"
         ),
         "a keep forgets after a preemption what was stored before": (
-            "        save = self._planner.plan(tracker, computed, held, block_state)\n"
-            "        tracker.settle_keep(self._plan)\n",
-            "        save = self._planner.plan(tracker, computed, held, block_state)\n",
+            "        tracker.settle_keep(self._plan)\n        if save is not None and",
+            "        if save is not None and",
         ),
     },
     "lmcache_hybrid/scheduler/request_options.py": {

@@ -16,15 +16,16 @@ MISTAKES = {
             "        if is_list and all(isinstance(each, dict) for each in children):\n"
         ),
         "a MultiConnector without connectors ends in vLLM's words on another thing": never(
-            '    if name == "MultiConnector" and not _children(transfer):\n'
+            '    if name == "MultiConnector" and not children:\n'
         ),
         "a folder too long for sockets ends in a traceback": never("    if taken > most:\n"),
         "a connector that runs ours inside it is found by its own children only": (
             "            or _names_ours((each.get",
             "            or False and _names_ours((each.get",
         ),
-        "another class of the connector's name runs": never(
-            "    if name == CONNECTOR and path and path != MODULE:\n"
+        "another class of the connector's name runs": (
+            "and path != MODULE:\n",
+            "and path == 0:\n",
         ),
         "a switched off hybrid manager ends after the weights are loaded": (
             "    if config.scheduler_config.disable_hybrid_kv_cache_manager is True",
@@ -143,8 +144,8 @@ MISTAKES = {
             "for option, value in written.items()}\n",
         ),
         "an empty variable takes a store out of the file without a word": (
-            '        logger.warning("%s", sentence)\n    try:\n        with _knowing',
-            "        pass\n    try:\n        with _knowing",
+            '        logger.warning("%s", sentence)\n    try:\n        with _as_lmcache',
+            "        pass\n    try:\n        with _as_lmcache",
         ),
         "an engine without /proc does not start": (
             "    except (OSError, KeyError):  # no file descriptor",
@@ -157,7 +158,10 @@ MISTAKES = {
             "    if ranks * taken > whole:",
             "    if taken > whole:",
         ),
-        "LMCache warns of our options in its file": gone("    theirs.addFilter(is_not_ours)\n"),
+        "LMCache warns of our options in its file": (
+            "    filters = is_not_ours, without_passwords\n",
+            "    filters = (without_passwords,)\n",
+        ),
         "LMCache's warning of an unknown option is lost with ours": (
             "        return not (isinstance(unknown, tuple) and "
             "own_options.is_own(str(unknown[0])))\n",
@@ -186,7 +190,7 @@ MISTAKES = {
             "        if False and read:\n",
         ),
         "a password in the wrong option is shown": (
-            'return re.sub(r"//[^\\s\'\\"]*@", "//", repr(value))\n',
+            'return _LOGIN.sub("//", repr(value))\n',
             "return repr(value)\n",
         ),
         "a password in place of its file is shown": (" if is_path(path) else ", " if True else "),
@@ -202,7 +206,7 @@ MISTAKES = {
             "(longest - 1 - generates) // unit",
             "(longest - 1) // unit",
         ),
-        "nobody learns that no prompt is long enough": never("    if longest <= unit:\n"),
+        "nobody learns that no prompt is long enough": never("    if unit and not deepest:\n"),
         "what is stored is looked for elsewhere, without a word": never(
             "    if written and read and written not in read:\n"
         ),
@@ -211,11 +215,11 @@ MISTAKES = {
             "    if False and (config",
         ),
         "a consumer's RAM stays empty without a word": (
-            '    elif role == "kv_consumer" and not lasting:\n',
-            "    elif False:\n",
+            '    elif role == "kv_consumer" and not (shared',
+            "    elif False and not (shared",
         ),
         "hits that are never long enough are no word worth": never(
-            "    if unit and config.min_retrieve_tokens >= longest:\n"
+            "    if 0 < deepest < config.min_retrieve_tokens:\n"
         ),
         "a priority limit that stores few requests is no word worth": never(
             "    if config.priority_limit is not None and config.priority_limit < 0:\n"

@@ -153,11 +153,12 @@ MISTAKES = {
             "            return asking.result()\n",
         ),
         "each caller asks the nodes of a cluster that is silent": (
-            "            if self._asking is None or self._asking.done():\n",
-            "            if self._asking is None or self._asking:\n",
+            "        if self._asking is None or self._asking.done():\n",
+            "        if self._asking is None or self._asking:\n",
         ),
-        "a cluster that answers after the end stays connected": gone(
-            "        client.close()  # while the nodes were asked\n"
+        "a cluster that answers after the end stays connected": (
+            "        unused = client if closed else old\n",
+            "        unused = old\n",
         ),
         "a shutdown waits for a silent cluster": (
             "        self._asker.shutdown(wait=False, cancel_futures=True)\n",
@@ -179,8 +180,8 @@ MISTAKES = {
             "            self._idle.append(connection)\n            if",
         ),
         "connections that the server closed, too, are kept": (
-            "                self._forget()\n            raise\n",
-            "                pass\n            raise\n",
+            "                self._forget()\n            elif",
+            "                pass\n            elif",
         ),
         "a shutdown waits for a silent Redis": passes(
             "                connection._sock.shutdown(socket.SHUT_RDWR)\n"

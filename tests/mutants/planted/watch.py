@@ -42,7 +42,7 @@ MISTAKES = {
             "could_hit = (asked",
         ),
         "an empty store is blamed for missed lookups": (
-            "        look = self._holds and could_hit",
+            "        look = fed and could_hit",
             "        look = could_hit",
         ),
         "saves whose writes fail later count as stored": (

