@@ -4,20 +4,17 @@
 import math
 from pathlib import Path, PurePath
 
+# The control groups of this process, and where their files are.
 _GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def memory_limit(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> float:
+def memory_limit() -> float:
     """Return the bytes that Kubernetes, Docker or systemd allow; inf where there is no limit.
 
     Above it the kernel kills the process, without a word in its log.
-
-    Args:
-        groups: control groups of this process, as the kernel lists them.
-        mounted: where their files are.
     """
     try:
-        lines = groups.read_text(errors="replace").splitlines()
+        lines = _GROUPS.read_text(errors="replace").splitlines()
     except OSError:
         return math.inf
     found = [math.inf]
@@ -25,9 +22,9 @@ def memory_limit(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> float:
         _, _, named = line.partition(":")
         controllers, _, path = named.partition(":")
         if not controllers:  # version 2
-            top, name = mounted, "memory.max"
+            top, name = _MOUNTED, "memory.max"
         elif "memory" in controllers.split(","):
-            top, name = mounted / "memory", "memory.limit_in_bytes"
+            top, name = _MOUNTED / "memory", "memory.limit_in_bytes"
         else:
             continue
         # A container may see only its own group, as the top; each limits those below.

@@ -5,6 +5,9 @@ An option may stand, in order of precedence, in ``kv_connector_extra_config`` as
 ``lmcache.hybrid_NAME``, in the environment as ``LMCACHE_HYBRID_NAME``, and in LMCache's file or
 its ``extra_config`` as ``hybrid_NAME``. Imports neither vLLM nor LMCache: vLLM's API server
 reads options before LMCache is needed.
+
+``extra`` is ``kv_connector_extra_config``. All public functions that take it raise ConfigError if
+LMCache's file cannot be read.
 """
 
 import ast
@@ -182,11 +185,8 @@ def read_own_options(
 ) -> dict[str, Any]:
     """Return the value of each option, by key.
 
-    Args:
-        extra: ``kv_connector_extra_config``.
-
     Raises:
-        ConfigError: LMCache's file cannot be read, or :func:`problems` are found.
+        ConfigError: also where :func:`problems` are found.
     """
     if wrong := list(problems(extra, environment)):
         raise ConfigError(*wrong)
@@ -196,14 +196,7 @@ def read_own_options(
 def sound_own_options(
     extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the value of each option, by key; its default in place of a bad one.
-
-    Args:
-        extra: ``kv_connector_extra_config``.
-
-    Raises:
-        ConfigError: LMCache's file cannot be read.
-    """
+    """Return the value of each option, by key; its default in place of a bad one."""
     found = {key: option.default for key, option in OWN_OPTIONS.items()}
     for key, (_, value) in written(extra, environment).items():
         if key in OWN_OPTIONS:
@@ -213,35 +206,17 @@ def sound_own_options(
 
 
 def names_of(extra: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by key, the name of each option where the user wrote it.
-
-    Args:
-        extra: ``kv_connector_extra_config``.
-
-    Raises:
-        ConfigError: LMCache's file cannot be read.
-    """
+    """Return, by key, the name of each option where the user wrote it."""
     return {key: where for key, (where, _) in written(extra).items()}
 
 
 def load_failure_policy(extra: Mapping[str, Any]) -> str:
-    """Return LOAD_FAILURE_KEY's value; its default in place of a bad one, which is refused later.
-
-    Args:
-        extra: ``kv_connector_extra_config``.
-
-    Raises:
-        ConfigError: LMCache's file cannot be read.
-    """
+    """Return LOAD_FAILURE_KEY's value; its default for a bad one, which is refused later."""
     return str(sound_own_options(extra)[LOAD_FAILURE_KEY])
 
 
 def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for each option that does not exist, has a bad value or is there twice.
-
-    Raises:
-        ConfigError: LMCache's file cannot be read.
-    """
+    """Yield a sentence for each option that does not exist, has a bad value or is there twice."""
     in_file = options_in_file(environment.get(CONFIG_FILE))
     yield from _misspelt("kv_connector_extra_config", _LMCACHE, extra)
     yield from _misspelt("LMCache's file", "", in_file)
@@ -336,11 +311,7 @@ def _key(name: str) -> str:
 def written(
     extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> dict[str, tuple[str, Any]]:
-    """Return (name where it stands, value as written) by key, of unknown options too.
-
-    Raises:
-        ConfigError: LMCache's file cannot be read.
-    """
+    """Return (name where it stands, value as written) by key, of unknown options too."""
     in_file = options_in_file(environment.get(CONFIG_FILE))
     found: dict[str, tuple[str, Any]] = {}
     for table in _lmcache_extras(extra, environment, in_file):

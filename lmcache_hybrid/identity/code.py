@@ -97,12 +97,6 @@ def _packages() -> Mapping[str, list[str]]:
     return packages_distributions()
 
 
-def forget() -> None:
-    """Clear all caches: for tests, which change packages."""
-    for each in (code_identity, _packages, _files_installed, _content):
-        each.cache_clear()
-
-
 def _distributions(top: str, module: str) -> tuple[list[str], bool]:
     """List the distributions of a package with versions, and whether one installed the module."""
     spec = _spec(module) or _spec(top)

@@ -121,10 +121,6 @@ class HybridScheduler:
     def counts(self) -> SchedulerCounts:
         return self.ledger.counts
 
-    @property
-    def num_tracked(self) -> int:
-        return len(self._trackers)
-
     def bind(self, pool: "BlockPool") -> None:
         """Set vLLM's block pool, before its first step."""
         self.blocks = CachedBlocks(pool, self._hash_block_size)

@@ -324,10 +324,6 @@ class RankLookup:
             del self._claims[request_id]
         claim.release()
 
-    @property
-    def num_claims(self) -> int:
-        return len(self._claims)
-
     def check_integrity(self) -> None:
         """Assert what holds between two calls."""
         with self._lock:

@@ -113,13 +113,9 @@ class HybridServiceFactory(VllmServiceFactory):
         return self.lmcache_engine
 
     def maybe_create_lookup_client(self) -> None:
-        return None  # lmcache_hybrid.storage.rpc
+        """Create none: lookups are :mod:`.rpc`'s, and LMCache offloads by attention slots."""
 
-    def maybe_create_lookup_server(self) -> None:
-        return None  # lmcache_hybrid.storage.rpc
-
-    def maybe_create_offload_server(self) -> None:
-        return None  # stores by attention slots
+    maybe_create_lookup_server = maybe_create_offload_server = maybe_create_lookup_client
 
     def maybe_create_internal_api_server(self, lmcache_manager: LMCacheManager) -> Any:
         try:

@@ -87,14 +87,6 @@ def found() -> Installed:
     return installed(*vllm.distributions), installed(*lmcache.distributions)
 
 
-def supported() -> str:
-    """List all tested pairs as text."""
-    by_vllm: dict[str, list[str]] = {}
-    for pair in PAIRS:
-        by_vllm.setdefault(pair.vllm, []).append(pair.lmcache)
-    return "; ".join(f"vLLM {v} with LMCache {' or '.join(by_vllm[v])}" for v in by_vllm)
-
-
 def counts_as(tested: str, here: str | None, parts: int) -> bool:
     """Whether ``here`` is ``tested`` or a later patch release of it, whatever its local version.
 

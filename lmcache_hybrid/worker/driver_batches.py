@@ -7,14 +7,15 @@ and the driver have it and it passes a check at start-up.
 """
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from lmcache_hybrid.worker.pages import Pair, Spans
+from lmcache_hybrid.worker.copies import CopyJob
+from lmcache_hybrid.worker.pages import Spans
 
 logger = init_logger("vllm.lmcache_hybrid.worker.driver_batches")
 
@@ -36,34 +37,14 @@ DEFAULT_STREAMS = (0, 1)
 CHECKED_PIECES = 40
 CHECKED_GAP = 13
 
-
 NOTHING = Spans(*[np.empty(0, np.int64)] * 4)
+# Queues copies of records on the device's current stream, to the host if the bool is true, and
+# returns at once. All memory must stay unchanged until the stream has passed the copies. Targets
+# must not overlap: the copies of one call are unordered.
+Transfer = Callable[[Sequence[CopyJob], bool], None]
 
 
-class Pieces(Protocol):
-    """Pieces of the KV cache to copy to or from pinned host memory."""
-
-    @property
-    def payload(self) -> torch.Tensor:
-        """The host memory that contains all pieces."""
-
-    def pieces(self) -> list[Pair]:
-        """Return the pieces as tensors."""
-
-    def spans(self) -> Spans:
-        """Return the pieces as addresses."""
-
-
-class Transfer(Protocol):
-    def __call__(self, items: Sequence[Pieces], to_host: bool) -> None:
-        """Queue copies on the device's current stream and return at once.
-
-        All memory must stay unchanged until the stream has passed the copies. Targets must not
-        overlap: the copies of one call are unordered.
-        """
-
-
-def copy_one_by_one(items: Sequence[Pieces], to_host: bool) -> None:
+def copy_one_by_one(items: Sequence[CopyJob], to_host: bool) -> None:
     """Queue one asynchronous copy per piece: the plain Transfer."""
     for item in items:
         for page, part in item.pieces():
@@ -108,7 +89,7 @@ class BatchedTransfer:
         self._device = device
         self._given_up = False
 
-    def __call__(self, items: Sequence[Pieces], to_host: bool) -> None:
+    def __call__(self, items: Sequence[CopyJob], to_host: bool) -> None:
         if not items:
             return
         if self._given_up or not _takes_batches(self._device, items[0].payload):

@@ -50,28 +50,8 @@ PART_BYTES = 8 << 20
 LARGER, FEWEST = 4, 8
 
 Restore = Callable[[LoadSpec, Claim | None, StreamEvent], int]
-
-
-@dataclass(frozen=True)
-class TransferResult:
-    """How a load ended on this rank.
-
-    Attributes:
-        error: why it failed; None when every byte is in place.
-        size: bytes copied.
-        seconds: from its start to its end.
-        slow: :attr:`.SlowError.seconds` of a load that was given up; None for others.
-    """
-
-    request_id: str
-    error: str | None
-    size: int = 0
-    seconds: float = 0.0
-    slow: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.error is None
+# Whether every byte of a load is in place; SlowError.seconds of one that was given up, else None.
+TransferResult = tuple[bool, float | None]
 
 
 @dataclass(frozen=True)
@@ -135,7 +115,7 @@ class LoadQueue:
         if load.request_id in self._running:
             return
         future: Future[TransferResult] = Future()
-        future.set_result(TransferResult(load.request_id, "it could not be queued"))
+        future.set_result((False, None))
         self._running[load.request_id] = _Running(load, None, future)
         with self._ledger as counts:
             counts.failed_loads["error,none"] += 1
@@ -175,18 +155,18 @@ class LoadQueue:
                 self.failed[request_id] = slow
         return results
 
-    def _ended(self, running: _Running) -> tuple[bool, float | None]:
-        """Whether the loaded blocks are used, and :attr:`.TransferResult.slow` where not."""
+    def _ended(self, running: _Running) -> TransferResult:
+        """Return the result of a load that has ended; not ok where its blocks must not be used."""
         future, load = running.future, running.load
         # A cancelled load counts as failed: vLLM may give its ID to a new request at once.
         if future.cancelled() or future.exception():
             return False, None
-        result = future.result()
+        ok, slow = future.result()
         # vLLM may have evicted the adapter since and loaded it anew from other files.
-        if result.ok and not self._adapters.holds(load.prefix.adapter):
+        if ok and not self._adapters.holds(load.prefix.adapter):
             report_lost(self._ledger, load.request_id)
             return False, None
-        return result.ok, result.slow
+        return ok, slow
 
     def _load(
         self,
@@ -201,26 +181,24 @@ class LoadQueue:
         tokens = load.end(self._plan) - load.start * self._plan.block_size
         try:
             size = restore(load, claim, after)
-        except UnwantedError as error:
-            return TransferResult(load.request_id, str(error))
+        except UnwantedError:
+            return False, None
         except Exception as error:
             expected = isinstance(error, (LoadError, RecordError))
             label = failure_label(error)
             with self._ledger as counts:
                 counts.failed_loads[label] += 1
             self._monitor.retrieved(tokens, 0, started)
-            reason = str(error) if expected else repr(error)
             logger.log(
                 # The load policy tries slow stores again and again.
                 logging.DEBUG if label == "slow,none" else logging.WARNING,
                 "Reqid: %s, loading %d tokens failed and they are computed instead: %s",
                 load.request_id,
                 tokens,
-                reason,
+                str(error) if expected else repr(error),
                 exc_info=not expected,
             )
-            slow = error.seconds if isinstance(error, SlowError) else None
-            return TransferResult(load.request_id, reason, slow=slow)
+            return False, error.seconds if isinstance(error, SlowError) else None
         finally:
             if claim is not None:
                 claim.release()
@@ -242,7 +220,7 @@ class LoadQueue:
             seconds * 1e3,
             size / 1e9 / seconds,
         )
-        return TransferResult(load.request_id, None, size, seconds)
+        return True, None
 
     def _restore(self, load: LoadSpec, claim: Claim | None, after: StreamEvent) -> int:
         """Copy all records of a load into the KV cache; return the bytes copied."""

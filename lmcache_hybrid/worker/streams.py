@@ -63,7 +63,7 @@ class StreamCopies:
 
     def gather(self, items: Sequence[CopyJob]) -> Callable[[], None]:
         try:
-            self._transfer(items, to_host=True)
+            self._transfer(items, True)
         except BaseException:
             # The buffers are released next and must not be written later.
             self._wait(self.mark())
@@ -86,7 +86,7 @@ class StreamCopies:
         stream.wait_event(after.event)
         try:
             with self._module.stream(stream):
-                self._transfer(items, to_host=False)
+                self._transfer(items, False)
         finally:
             # Even after an error: copies queued before it read the buffers.
             self._wait(self._record(stream))

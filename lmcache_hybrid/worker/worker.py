@@ -13,7 +13,7 @@ from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
-from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
+from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.failed_loads import SlowLoads
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
@@ -52,7 +52,6 @@ class HybridWorker:
         device: torch.device,
         part_bytes: int = PART_BYTES,
         monitor: Monitor = NO_MONITOR,
-        adapters: LoadedAdapters = ADAPTERS,
         residency: Residency | None = None,
     ) -> None:
         """Take over a store.
@@ -62,7 +61,6 @@ class HybridWorker:
             device: where the KV cache lies.
             part_bytes: max bytes to read, check and copy at once, one record at least.
             monitor: LMCache's own metrics.
-            adapters: what vLLM has loaded on this rank.
             residency: of the store, where KV cache events are published. Taken over.
         """
         self.plan, self.pages, self.store = plan, pages, store
@@ -71,16 +69,16 @@ class HybridWorker:
             "worker",
             WorkerCounts(failed_writes=store.failed_writes, rewritten_bytes=store.rewritten_bytes),
         )
-        adapters.ledger = self.ledger
+        ADAPTERS.ledger = self.ledger
         # Not the threads of loads, which may be waiting for a store while a step saves.
         self._threads = CopyThreads("hybrid-save")
         copies = copies_for(device, self._threads)
         self.loads = LoadQueue(
-            plan, pages, store, copies, self.ledger, monitor, adapters, part_bytes
+            plan, pages, store, copies, self.ledger, monitor, ADAPTERS, part_bytes
         )
         with ExitStack() as on_error:
             on_error.callback(self.loads.close)
-            self.saves = Saver(plan, pages, store, copies, self.ledger, monitor, adapters)
+            self.saves = Saver(plan, pages, store, copies, self.ledger, monitor, ADAPTERS)
             on_error.pop_all()
 
     @property

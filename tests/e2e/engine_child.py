@@ -244,16 +244,19 @@ class Child:
         return get_kv_transfer_group()
 
     def counts(self) -> dict:
+        from lmcache_hybrid.core.counts import CHECKS
+
         worker = self._worker()
         manager = worker.worker.store.manager
         pool = manager.local_cpu_backend
         disk = manager.storage_backends.get("LocalDiskBackend")
         files = list(disk.dict.values()) if disk else []
         allocated = pool.memory_allocator.pin_allocator.address_manager.total_allocated_size
+        failed = worker.worker.counts.failed_loads.items()
+        rejected = sum(n for label, n in failed if label.split(",")[0] in CHECKS)
         return {
             "scheduler": _totals(self._hybrid.scheduler.counts),
-            "worker": _totals(worker.worker.counts)
-            | {"rejected_records": worker.worker.counts.rejected_records},
+            "worker": _totals(worker.worker.counts) | {"rejected_records": rejected},
             "failed_writes": sum(worker.worker.store.failed_writes.values()),
             "pool": {
                 "records": len(pool.hot_cache),
@@ -261,8 +264,8 @@ class Child:
                 "files": len(files),
             },
             "live": {
-                "tracked": self._hybrid.scheduler.num_tracked,
-                "claims": worker.worker._lookup.num_claims,
+                "tracked": len(self._hybrid.scheduler._trackers),
+                "claims": len(worker.worker._lookup._claims),
                 "pinned": sum(obj.is_pinned for obj in [*pool.hot_cache.values(), *files]),
                 # Bytes of the pool that no stored record accounts for.
                 "buffers": allocated

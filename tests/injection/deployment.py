@@ -288,12 +288,12 @@ class Deployment:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are leaked"
         hybrid = self.scheduler.connector.scheduler
         if hybrid is not None:
-            assert hybrid.num_tracked == 0, "requests are still tracked"
+            assert not hybrid._trackers, "requests are still tracked"
             assert not hybrid._loading and not hybrid._loads, "loads are under way"
         self.evict("LocalCPUBackend")
         for number, worker in self._serving():
             assert not worker.loads._running, "loads are not reported"
-            assert worker._lookup.num_claims == 0, f"rank {number} holds claims"
+            assert not worker._lookup._claims, f"rank {number} holds claims"
             self._check_pins(number, worker.store.manager)
             kept = self._used(worker.store.manager) - self._at_rest[number]
             assert not kept, f"rank {number} keeps {kept} bytes of LMCache's pool"

@@ -437,7 +437,7 @@ class SimEngine:
         """Raises AssertionError when ended requests left something behind."""
         blocks = self.scheduler.kv_cache_manager.block_pool
         assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1, "blocks are leaked"
-        assert self.hybrid.num_tracked == 0, "requests are still tracked"
+        assert not self.hybrid._trackers, "requests are still tracked"
         assert not self.hybrid._may_store and not self.hybrid._loads
         assert not any(map(vars(self.hybrid._policy).get, ("_sent", "_computing")))
         assert not self.hybrid._queue.unreleased
@@ -448,7 +448,7 @@ class SimEngine:
         errors += sum(each.skipped_saves.get("error", 0) for each in counts)
         assert errors <= broken, "a load or a save met an error that nobody planted"
         for rank, lookup in zip(self.ranks, self.lookups):
-            assert lookup.num_claims == 0, f"rank {rank.rank} still holds claims"
+            assert not lookup._claims, f"rank {rank.rank} still holds claims"
             assert not rank.connector.worker.loads._running
 
     def kill(self) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
+from lmcache_hybrid.core.counts import CHECKS
+
 from .asleep import MODES, sleep, wake
 from .device import Device
 from .engine import SimEngine
@@ -187,7 +189,11 @@ class Run:
                 {
                     "states saved": worker.saved_states,
                     "states loaded": worker.loaded_states,
-                    "records rejected": worker.rejected_records,
+                    "records rejected": sum(
+                        times
+                        for label, times in worker.failed_loads.items()
+                        if label.split(",")[0] in CHECKS
+                    ),
                     "loads given up": worker.failed_loads["slow,none"],
                     "saves skipped": worker.skipped_saves.total(),
                     "checkpoints inside a chunk": rank.checkpoints,

@@ -221,7 +221,7 @@ class Ranks:
 
     @property
     def num_claims(self) -> list[int]:
-        return [lookup.num_claims for lookup in self.lookups]
+        return [len(lookup._claims) for lookup in self.lookups]
 
     @property
     def pins(self) -> int:

@@ -242,7 +242,7 @@ def test_a_rank_that_does_not_answer_is_a_miss_and_lets_go():
 def test_vllms_dummy_requests_are_left_alone():
     rig = Rig()
     assert rig.match(make_request("mock_req_1")) == (0, False)
-    assert rig.scheduler.num_tracked == 0
+    assert not rig.scheduler._trackers
 
 
 def test_a_load_names_each_groups_blocks():

@@ -41,7 +41,7 @@ def test_agree_is_the_deepest_common_boundary(contents, limit, floor):
     claimed = load_keys(PREFIX, floor, deepest, PLAN) if deepest else []
     for store, lookup in zip(ranks.stores, ranks.lookups):
         assert store.pins == dict.fromkeys(claimed, 1)
-        assert lookup.num_claims == bool(deepest)
+        assert len(lookup._claims) == bool(deepest)
 
 
 @pytest.mark.parametrize(

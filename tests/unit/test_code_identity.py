@@ -11,13 +11,18 @@ from lmcache_hybrid.identity import code
 from lmcache_hybrid.identity.code import code_identity
 
 
+def forget() -> None:
+    for each in (code_identity, code._packages, code._files_installed, code._content):
+        each.cache_clear()
+
+
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that Python imports from."""
     monkeypatch.syspath_prepend(tmp_path)
-    code.forget()
+    forget()
     yield tmp_path
-    code.forget()
+    forget()
 
 
 def package(site: Path, name: str = "plugged", content: str = "SCALE = 1") -> Path:
@@ -46,7 +51,7 @@ def distribution(site: Path, version: str, name: str = "plugged", url: str = "")
 
 def again(module: str) -> str | None:
     """As a process that starts now."""
-    code.forget()
+    forget()
     for name in [name for name in sys.modules if name.partition(".")[0] == "plugged"]:
         del sys.modules[name]
     return code_identity(module)
@@ -171,6 +176,6 @@ def test_folders_that_a_package_takes_in_when_it_is_imported_count(site, monkeyp
         (other / "plugged/model.py").write_text(content)
         again("plugged.model")
         importlib.import_module("plugged.model")
-        code.forget()
+        forget()
         found.add(code_identity("plugged.model"))
     assert len(found) == 2 and all(name.startswith("plugged-kit==1.2 code ") for name in found)

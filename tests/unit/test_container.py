@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid.config import lmcache_config
-from lmcache_hybrid.config.container import memory_limit
+from lmcache_hybrid.config import container, lmcache_config
 from lmcache_hybrid.config.lmcache_config import refusals
 
 from .lmcache_settings import lmcache_config as settings
 
 GIB = 1 << 30
+
+
+def limit_in(monkeypatch: pytest.MonkeyPatch, groups: Path, mounted: Path) -> float:
+    """The limit of a process whose control groups these files describe."""
+    monkeypatch.setattr(container, "_GROUPS", groups)
+    monkeypatch.setattr(container, "_MOUNTED", mounted)
+    return container.memory_limit()
 
 
 @pytest.mark.parametrize(
@@ -36,17 +42,17 @@ GIB = 1 << 30
         ("3:cpu:/\n", {"memory/memory.limit_in_bytes": str(GIB)}, math.inf),
     ],
 )
-def test_the_lowest_limit_counts(tmp_path: Path, groups, files, limit):
+def test_the_lowest_limit_counts(tmp_path: Path, monkeypatch, groups, files, limit):
     listed, mounted = tmp_path / "cgroup", tmp_path / "mounted"
     listed.write_text(groups)
     for name, text in files.items():
         (mounted / name).parent.mkdir(parents=True, exist_ok=True)
         (mounted / name).write_text(f"{text}\n")
-    assert memory_limit(listed, mounted) == limit
+    assert limit_in(monkeypatch, listed, mounted) == limit
 
 
-def test_a_system_without_control_groups_has_no_limit(tmp_path: Path):
-    assert memory_limit(tmp_path / "no file") == math.inf
+def test_a_system_without_control_groups_has_no_limit(tmp_path: Path, monkeypatch):
+    assert limit_in(monkeypatch, tmp_path / "no file", tmp_path) == math.inf
 
 
 def test_a_container_may_have_less_than_the_machine(monkeypatch):
@@ -59,7 +65,7 @@ def test_a_container_may_have_less_than_the_machine(monkeypatch):
 
 
 @pytest.mark.parametrize("line", ["", "no colon", "0:"])
-def test_a_line_of_another_kind_is_no_limit(tmp_path: Path, line):
+def test_a_line_of_another_kind_is_no_limit(tmp_path: Path, monkeypatch, line):
     (tmp_path / "cgroup").write_bytes(f"{line}\n0::/\xff\n".encode("latin-1"))
     (tmp_path / "memory.max").write_text("5\n")
-    assert memory_limit(tmp_path / "cgroup", tmp_path) == 5
+    assert limit_in(monkeypatch, tmp_path / "cgroup", tmp_path) == 5

@@ -33,7 +33,7 @@ def wait(rig: Rig, request, passes: int = 500) -> tuple[int | None, bool]:
 
 def end(rig: Rig, request) -> dict:
     answer = rig.scheduler.request_finished(request)
-    assert rig.scheduler.num_tracked == 0
+    assert not rig.scheduler._trackers
     return answer["lmcache.drop"]
 
 

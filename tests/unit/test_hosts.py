@@ -220,7 +220,7 @@ def test_ranks_on_two_hosts_answer_and_nothing_of_it_can_be_read(engine):
     known = engine.connect()
     assert [each.split(":")[1] for each in known.addresses] == [f"//{host}" for host in HOSTS]
     assert engine.client.ask(QUESTION) == [HIT, HIT]
-    assert [lookup.num_claims for lookup in engine.lookups] == [1, 1]
+    assert [len(lookup._claims) for lookup in engine.lookups] == [1, 1]
     (result, _) = engine.client.drop(DropRequest(PREFIX, 0, 3, 0, 0))
     assert result.removed == {"naive": 3 + len(PLAN.states)}
     assert engine.client.clear(7)

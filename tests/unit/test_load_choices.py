@@ -36,7 +36,7 @@ def test_a_hit_that_is_not_loaded_is_judged_and_counted_once():
     assert rig.scheduler.counts.skipped_loads == {"naive": 1}
     assert rig.scheduler.counts.skipped_load_tokens == {"naive": 5 * N}
     rig.step()
-    assert all(not lookup.num_claims for lookup in rig.ranks.lookups)
+    assert all(not lookup._claims for lookup in rig.ranks.lookups)
 
 
 def test_a_hit_that_is_not_loaded_is_not_stored_again():

@@ -19,7 +19,7 @@ def prefetching(params: dict = PREFETCH, **kwargs):  # noqa: B006
 
 def end(rig: Rig, request) -> dict:
     answer = rig.scheduler.request_finished(request)
-    assert rig.scheduler.num_tracked == 0
+    assert not rig.scheduler._trackers
     return answer["lmcache.prefetch"]
 
 

@@ -33,7 +33,7 @@ def test_nothing_is_tracked_after_the_end(when):
     rig.scheduler.request_finished(request)
     rig.scheduler.request_finished(request)
     metadata = rig.step()
-    assert rig.scheduler.num_tracked == 0 and not rig.scheduler._may_store
+    assert not rig.scheduler._trackers and not rig.scheduler._may_store
     if when in ("allocated", "loading"):
         # The load goes on and reports its end; its claim ends with it.
         assert (when == "allocated") == bool(metadata.loads)
@@ -49,7 +49,7 @@ def test_completions_of_unknown_requests_are_ignored():
     )
     rig.scheduler.update_connector_output(KVConnectorOutput())
     rig.scheduler.update_state_after_alloc(make_request("x"), ([],) * 4, 0)
-    assert rig.scheduler.num_tracked == 0
+    assert not rig.scheduler._trackers
 
 
 def test_loads_of_other_connectors_say_nothing_of_ours():
@@ -155,7 +155,7 @@ def test_no_claim_and_no_request_is_left_behind(steps):
         rig.scheduler.request_finished(request)
     rig.step()
     assert rig.ranks.pins == 0
-    assert rig.scheduler.num_tracked == 0
+    assert not rig.scheduler._trackers
 
 
 def test_a_fully_stored_prompt_costs_later_steps_nothing():
@@ -238,7 +238,7 @@ def test_a_new_question_keeps_its_claim_from_an_unsent_drop():
     assert rig.match(request, 3 * N) == (0, False)
     load = rig.admit(request, 0)
     assert load is not None and load.boundary == 3
-    assert all(lookup.num_claims for lookup in rig.ranks.lookups)
+    assert all(lookup._claims for lookup in rig.ranks.lookups)
 
 
 @pytest.mark.parametrize("save_decode, windows", [(False, []), (True, [2, 3, 4])])

@@ -114,7 +114,7 @@ def test_every_rank_answers(wire):
     assert [answer.boundary for answer in wire.client.ask(QUESTION)] == [0, 0], "no store yet"
     wire.serve()
     assert wire.client.ask(QUESTION) == [HIT, HIT]
-    assert [lookup.num_claims for lookup in wire.lookups] == [1, 1]
+    assert [len(lookup._claims) for lookup in wire.lookups] == [1, 1]
     assert wire.client.clear(7)
     assert [len(store.records) for store in wire.stores] == [0, 0]
     assert wire.epochs == [7, 7]

@@ -221,7 +221,6 @@ def test_a_bad_record_fails_the_load_once(rig, hybrid_log, damage, reason, kind,
     assert all(claims), "nobody knows which backend it was read from"
     kind_name = "state" if kind == STATE else "attention"
     assert rig.worker.counts.failed_loads == {f"{reason},{kind_name}": 1}
-    assert rig.worker.counts.rejected_records == (reason != "gone")
     (warning,) = [r for r in hybrid_log.records if r.levelname == "WARNING"]
     assert "Reqid: r, loading 48 tokens failed" in warning.getMessage()
     assert not warning.exc_info  # it is expected

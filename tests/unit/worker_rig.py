@@ -86,7 +86,7 @@ class Rig:
     def assert_clean(self) -> None:
         assert not self.store.pins
         assert self.store.live_buffers == 0
-        assert self.lookup.num_claims == 0
+        assert not self.lookup._claims
 
 
 def assert_failed(rig: Rig, results, request_id: str = "r") -> None:

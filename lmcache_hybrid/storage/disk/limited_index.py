@@ -37,9 +37,6 @@ class LimitedIndex:
         """
         Args:
             cache_policy: LMCache's name of it.
-
-        Raises:
-            RuntimeError: the thread could not be started.
         """
         self.disk_lock = threading.Lock()
         self.cache_policy: Any = get_cache_policy(cache_policy)

@@ -38,9 +38,6 @@ class OtherFiles:
         """
         Args:
             lock: of the index.
-
-        Raises:
-            RuntimeError: the thread could not be started.
         """
         self._lock = lock
         self.strangers: dict[str, int] = {}

@@ -49,9 +49,6 @@ def start_cleaners(
 
     Args:
         ledger: of this rank, which counts the deleted records.
-
-    Raises:
-        RuntimeError: no thread could be started; none is left.
     """
 
     def count(limit: str, size: int) -> None:

@@ -32,9 +32,6 @@ class FileUses:
 
         Args:
             path_of: names a record's file.
-
-        Raises:
-            RuntimeError: no thread could be started.
         """
         self._path_of = path_of
         self._thread = DaemonPool(1, "hybrid-fs-mark")

@@ -13,7 +13,6 @@ from redis.retry import Retry
 from lmcache_hybrid.config.redis_credentials import connection_options, split_url
 
 CLUSTER, SENTINEL = "redis-cluster", "redis-sentinel"
-SCHEMES = ("redis", "rediss", "unix", CLUSTER, SENTINEL)
 # LMCache's names.
 SERVICE_VARIABLE, SERVICE_DEFAULT = "REDIS_SERVICE_NAME", "redismaster"
 # Connection settings that also apply to sentinels.

@@ -102,7 +102,6 @@ class HybridFSConnector(BatchConnector):
 
         Raises:
             OSError: a folder cannot be made.
-            RuntimeError: not all threads could be started; none is left.
         """
         super().__init__(context)
         self._pool = context.local_cpu_backend

@@ -55,7 +55,6 @@ class RemoteReader:
         Raises:
             SlowError: the load will end too late.
             LoadError: the store did not answer a read in time since ``promised``.
-            RuntimeError: no threads could be started.
             Exception: of the backend; the buffers of the other reads are released.
         """
 

@@ -69,12 +69,11 @@ class HybridRedisConnector(BatchConnector):
     def __init__(self, url: str, context: ConnectorContext) -> None:
         """
         Args:
-            url: any of :data:`.clients.SCHEMES`, without a password.
+            url: of a server, a cluster or sentinels, without a password.
 
         Raises:
             ConfigError: a file that the environment names cannot be read.
             ValueError: the URL cannot be read.
-            RuntimeError: not all threads could be started; none is left.
         """
         super().__init__(context)
         self._url = url

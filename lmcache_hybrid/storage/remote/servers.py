@@ -135,9 +135,6 @@ class ClusterServers:
         Args:
             make_client: asks one node after the other, until one answers.
             seconds: max time to wait for an answer, even if nodes are silent.
-
-        Raises:
-            RuntimeError: no thread could be started.
         """
         self._make_client, self._seconds = make_client, seconds
         self._asker = started(1, "hybrid-redis-nodes")

@@ -135,14 +135,7 @@ class StorageTier:
         return memories
 
     def fate(self, key: CacheEngineKey, largest: int) -> Fate:
-        """Find out why a promised record could not be read.
-
-        Args:
-            largest: bytes of the largest record.
-
-        Raises:
-            Exception: no answer in time, or a failure.
-        """
+        """Find out why a promised record could not be read, see :meth:`.RecordConnector.fate`."""
         return "unreadable" if self.backend.contains(key) else "gone"
 
     # Eviction order
@@ -153,13 +146,7 @@ class StorageTier:
     def arrange(
         self, keys: Sequence[CacheEngineKey], passing: Sequence[CacheEngineKey], owner: str
     ) -> None:
-        """Set the eviction order of new records without counting an access.
-
-        Args:
-            keys: of a prompt, the first to be evicted first.
-            passing: states to evict before all else unless they are hit.
-            owner: the request that stored them.
-        """
+        """See :meth:`.Store.arrange`; but of ``keys`` the first are evicted first."""
 
     # Damaged records
 
@@ -174,21 +161,13 @@ class StorageTier:
     # Drops
 
     def is_writing(self, keys: Sequence[CacheEngineKey], seconds: float) -> bool:
-        """Whether it still writes any of these records.
-
-        Args:
-            seconds: max time to find out.
-
-        Raises:
-            Exception: it does not say in time.
-        """
+        """See :meth:`.Store.is_writing`. Raises Exception if it does not say in time."""
         return False
 
     def remove_all(self, keys: Sequence[CacheEngineKey], seconds: float) -> int:
         """Remove records, pinned ones too, and return how many it held.
 
-        Raises:
-            Exception: some may still be there.
+        Raises Exception if some may still be there.
         """
         held = self.held(keys, seconds)
         found = [key for key, is_held in zip(keys, held, strict=True) if is_held]

@@ -174,9 +174,9 @@ DEFECTS = (
         (
             (
                 COPIES,
-                "            self._transfer(items, to_host=True)\n",
+                "            self._transfer(items, True)\n",
                 "            with self._module.stream(self._stream()):\n"
-                "                self._transfer(items, to_host=True)\n",
+                "                self._transfer(items, True)\n",
             ),
             (
                 COPIES,

@@ -24,7 +24,7 @@ MISTAKES = {
         "the claim of a load that could not be planned stays": passes(
             "            self._give_back(self._lookup.take_claim(request_id))\n"
         ),
-        "errors of adapters are in no metric": gone("        adapters.ledger = self.ledger\n"),
+        "errors of adapters are in no metric": gone("        ADAPTERS.ledger = self.ledger\n"),
     },
     "lmcache_hybrid/connector.py": {
         "an engine that LMCache could not close stays open": (

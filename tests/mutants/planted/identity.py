@@ -344,7 +344,7 @@ MISTAKES = {
     },
     "lmcache_hybrid/worker/loads.py": {
         "a request goes on with what its adapter's old content computed": never(
-            "        if result.ok and not self._adapters.holds(load.prefix.adapter):\n"
+            "        if ok and not self._adapters.holds(load.prefix.adapter):\n"
         ),
     },
 }

@@ -83,8 +83,8 @@ MISTAKES = {
     },
     "lmcache_hybrid/worker/loads.py": {
         "a load that was given up counts as one that failed": (
-            "        return result.ok, result.slow\n",
-            "        return result.ok, None\n",
+            "        return ok, slow\n",
+            "        return ok, None\n",
         ),
     },
     "lmcache_hybrid/worker/worker.py": {

@@ -280,7 +280,7 @@ def test_a_hit_needs_the_page_and_every_ranks_state(ranks, kind):
     def found() -> int:
         request = LookupRequest("r", Prefix(HASHES), BLOCKS, 0)
         result = agree(lambda asked: [each.answer(asked) for each in lookups], request)
-        held = [each.num_claims for each in lookups]
+        held = [len(each._claims) for each in lookups]
         for each in lookups:
             each.release("r")
         assert held == [int(result.hit)] * len(made)
