@@ -1,142 +1,236 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters and gauges of the scheduler side and the worker side, the source of all metrics.
 
-:mod:`lmcache_hybrid.metrics` says what each count is called in ``/metrics``.
+A field's metadata are the attributes of its :class:`lmcache_hybrid.metrics.Metric`: the name, if
+it is not the field's, the help text, the labels and their values. ``after`` is the scheduler's
+count behind which a rank's, and those below it, stand in ``/metrics``.
 """
 
 import dataclasses
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Generic, TypeVar
 
+from lmcache_hybrid.core.backends import DISK, RAM, REMOTE
 from lmcache_hybrid.core.errors import LoadError, RecordError
 
+BACKENDS = (RAM, DISK, REMOTE)
 # Why a record is rejected (RecordError.reason).
 CHECKS = (
     *("short", "magic", "version", "header", "fingerprint", "key", "length", "checksum", "seal"),
     "wrapper",
 )
-# Marks a gauge.
-LEVEL = {"level": True}
+RECORD_REASONS = (*CHECKS, "gone", "unreadable", "unreachable")
+LOAD_REASONS = "unreachable no_room unpinned unhealthy adapter asleep slow error".split()
+# Places where unexpected errors are caught, see :mod:`.faults`.
+SCHEDULER_PLACES = """
+    get_kv_connector_stats shutdown get_num_new_matched_tokens ask_ranks release_claims
+    drop_records keep_records update_state_after_alloc build_connector_meta plan_save
+    report_lookup update_connector_output register_finished_partial_tail request_finished
+    take_events has_pending_push_work cleared reset_cache reset_failed
+""".split()
+RANK_PLACES = """
+    get_kv_connector_stats shutdown start_cleaner serve_lookup answer_lookup refresh_records
+    drop_records keep_records adapter_content reset_store bind_connector_metadata give_up_claim
+    start_load release_claim end_load wait_for_save get_transfer_results
+    build_connector_worker_meta get_kv_connector_kv_cache_events unregister_kv_caches
+    restore_kv_caches
+""".split()
+# Seconds. A lookup delays one request, a save delays a step, a load may be long.
+LOOKUP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+COPY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
-def _split() -> Any:
+def _total(help: str, **metric: str) -> Any:
+    return field(default=0, metadata={"help": help, **metric})
+
+
+def _level(help: str) -> Any:
+    """A gauge."""
+    return field(default=0, metadata={"help": help, "level": True})
+
+
+def _split(help: str, labels: str, known: Iterable[str], **metric: Any) -> Any:
     """A total by one label, or by several that are joined with commas."""
-    return field(default_factory=Counter)
+    metric |= {"labels": tuple(labels.split(",")), "known": tuple(known)}
+    return field(default_factory=Counter, metadata={"help": help, **metric})
 
 
-def _observed() -> Any:
-    return field(default_factory=list)
+def _observed(help: str, buckets: tuple[float, ...] = COPY_BUCKETS) -> Any:
+    return field(default_factory=list, metadata={"help": help, "buckets": buckets})
 
 
 @dataclass
 class SchedulerCounts:
-    """Totals since the engine started. Lists hold observations not reported yet.
+    """Totals since the engine started. Lists hold observations not reported yet."""
 
-    Attributes:
-        lookups: answered ones by outcome: hit, miss, local (vLLM holds all that can be
-            restored) or unavailable (a rank gave no answer).
-        lookup_seconds: from the request to its result.
-        delayed_lookups: requests that were looked up later than vLLM asked, because waiting
-            requests pinned too much of LMCache's RAM.
-        shared_prefills: requests that waited for a prefix which another one was computing.
-        shared_prefill_tokens: that they did not compute because of it.
-        hits: requests that started from LMCache, by the backend of their last block.
-        hit_tokens: tokens loaded for them, by the backend where rank 0 found them.
-        lost_hits: lookups whose attention pages reach deeper than any boundary that can
-            be restored.
-        lost_tokens: how much deeper, in tokens.
-        skipped_loads: hits that are computed because that is faster, by the backend of their
-            last block.
-        skipped_load_tokens: their tokens.
-        loads_in_flight: gauge of requests that wait for a load.
-        failed_loads: requests whose load failed on some rank.
-        failed_tokens: tokens to be loaded for them, which are computed instead.
-        granularity_tokens: of cacheable prompts, past their last boundary and without the last
-            token: no later request can hit them.
-        dropped_offers: states that vLLM handed off and that were not stored, by reason.
-        skipped_requests: requests that are not looked up, or not stored (any more), by reason.
-        drops: requests that asked to drop their records, by outcome: done, refused or failed.
-        keeps: requests that asked to keep their records, by outcome: done, refused or failed.
-        caught_errors: unexpected errors, by where they were caught: :mod:`.faults`.
-    """
-
-    lookups: Counter[str] = _split()
-    lookup_seconds: list[float] = _observed()
-    delayed_lookups: int = 0
-    shared_prefills: int = 0
-    shared_prefill_tokens: int = 0
-    hits: Counter[str] = _split()
-    hit_tokens: Counter[str] = _split()
-    lost_hits: int = 0
-    lost_tokens: int = 0
-    skipped_loads: Counter[str] = _split()
-    skipped_load_tokens: Counter[str] = _split()
-    loads_in_flight: int = field(default=0, metadata=LEVEL)
-    failed_loads: int = 0
-    failed_tokens: int = 0
-    granularity_tokens: int = 0
-    dropped_offers: Counter[str] = _split()
-    skipped_requests: Counter[str] = _split()
-    drops: Counter[str] = _split()
-    keeps: Counter[str] = _split()
-    caught_errors: Counter[str] = _split()
+    lookups: Counter[str] = _split(
+        "Lookups that were answered, by outcome.",
+        "outcome",
+        ("hit", "miss", "local", "unavailable"),
+    )
+    lookup_seconds: list[float] = _observed(
+        "Time from a lookup to the answer of all ranks.", LOOKUP_BUCKETS
+    )
+    delayed_lookups: int = _total(
+        "Requests whose lookup waited until others held less of LMCache's RAM."
+    )
+    shared_prefills: int = _total(
+        "Requests that waited for a prefix which another request was computing."
+    )
+    shared_prefill_tokens: int = _total(
+        "Prompt tokens that these requests did not compute because of it."
+    )
+    hits: Counter[str] = _split(
+        "Requests that started from LMCache, by the backend of their deepest block.",
+        "source",
+        BACKENDS,
+    )
+    # By the backend where rank 0 found them.
+    hit_tokens: Counter[str] = _split(
+        "Prompt tokens that LMCache promised to these requests, by backend.", "source", BACKENDS
+    )
+    lost_hits: int = _total(
+        "Lookups whose attention pages reach deeper than the deepest boundary with a state."
+    )
+    lost_tokens: int = _total(
+        "Tokens computed although their attention pages are stored: the state is missing.",
+        name="lost_hit_tokens",
+    )
+    granularity_tokens: int = _total(
+        "Prompt tokens past the last boundary of their prompt, which no later request can hit."
+    )
+    skipped_requests: Counter[str] = _split(
+        "Requests that are not looked up or not stored, by reason.",
+        "reason",
+        "short uncacheable adapter skip_reading read_only priority skip_save reset".split(),
+    )
+    skipped_loads: Counter[str] = _split(
+        "Hits that were computed because that is faster (hybrid_load_policy), by backend.",
+        "source",
+        BACKENDS,
+    )
+    skipped_load_tokens: Counter[str] = _split(
+        "Prompt tokens of these hits past vLLM's own, by backend.", "source", BACKENDS
+    )
+    loads_in_flight: int = _level("Requests that wait for a load now.")
+    failed_loads: int = _total(
+        "Requests computed because their load failed on some rank.", name="recomputed_requests"
+    )
+    failed_tokens: int = _total(
+        "Tokens that LMCache had promised to these requests.", name="recomputed_tokens"
+    )
+    drops: Counter[str] = _split(
+        "Requests that asked to drop their prompt's records (lmcache.drop), by outcome.",
+        "outcome",
+        ("done", "refused", "failed"),
+    )
+    keeps: Counter[str] = _split(
+        "Requests that asked to keep their prompt's records (lmcache.keep), by outcome.",
+        "outcome",
+        ("done", "refused", "failed"),
+    )
+    dropped_offers: Counter[str] = _split(
+        "States of one group that vLLM handed off and that were not stored, by reason.",
+        "reason",
+        "not_running not_cached unusable incomplete inside_media beside_others".split(),
+    )
+    caught_errors: Counter[str] = _split(
+        "Errors on the scheduler's side that nobody foresaw, by where they were caught.",
+        "place",
+        SCHEDULER_PLACES,
+        name="scheduler_errors",
+    )
 
 
 @dataclass
 class WorkerCounts:
-    """Totals of one rank since it started. Lists hold observations not reported yet.
+    """Totals of one rank since it started. Lists hold observations not reported yet."""
 
-    Attributes:
-        saved_attention: blocks; each is one record per attention group.
-        saved_windows: pages of window groups.
-        saved_states: boundaries; each is one record per state group.
-        saved_bytes: of all these.
-        save_seconds: time by which saves delayed one step, all its requests together. Excludes
-            asynchronous device copies.
-        skipped_saves: saves of one request in one step that stored nothing, by reason.
-        failed_writes: records that a backend accepted and could not write, by backend. The
-            store's own counter, written under the store's lock; reported when something else
-            here changes.
-        rewritten_bytes: of saved records that a backend already held, by backend; written like
-            failed_writes.
-        loaded_attention, loaded_windows, loaded_states, loaded_bytes: as above.
-        load_seconds: of one request's load, from its start to its end.
-        load_wait_seconds: from the step that asked for the load to its start.
-        failed_loads: by reason and kind of the record at fault, see :func:`failure_label`.
-        dropped_records: removed because a request asked for it, by backend.
-        kept_bytes: gauge of the bytes that are evicted last, by backend, whether stored yet or not;
-            reported in changes.
-        cleaned_records, cleaned_bytes: deleted from the folders of ``fs://``, by reason.
-        caught_errors: as the scheduler's.
-    """
-
-    saved_attention: int = 0
-    saved_windows: int = 0
-    saved_states: int = 0
-    saved_bytes: int = 0
-    save_seconds: list[float] = _observed()
-    skipped_saves: Counter[str] = _split()
-    failed_writes: Counter[str] = _split()
-    rewritten_bytes: Counter[str] = _split()
-    loaded_attention: int = 0
-    loaded_windows: int = 0
-    loaded_states: int = 0
-    loaded_bytes: int = 0
-    load_seconds: list[float] = _observed()
-    load_wait_seconds: list[float] = _observed()
-    failed_loads: Counter[str] = _split()
-    dropped_records: Counter[str] = _split()
-    kept_bytes: Counter[str] = _split()
-    cleaned_records: Counter[str] = _split()
-    cleaned_bytes: Counter[str] = _split()
-    caught_errors: Counter[str] = _split()
-
-    @property
-    def rejected_records(self) -> int:
-        """Failed loads whose record did not pass its checks."""
-        return sum(n for label, n in self.failed_loads.items() if label.split(",")[0] in CHECKS)
+    loaded_states: int = _total(
+        "Boundaries whose states were restored, summed over ranks.", after="loads_in_flight"
+    )
+    loaded_attention: int = _total(
+        "Blocks whose attention pages were restored, summed over ranks.",
+        name="loaded_attention_blocks",
+    )
+    loaded_windows: int = _total(
+        "Blocks of window groups that were restored, summed over ranks.",
+        name="loaded_window_blocks",
+    )
+    loaded_bytes: int = _total("Bytes restored, summed over ranks.")
+    load_seconds: list[float] = _observed("Time of a request's load on a rank, queueing excluded.")
+    load_wait_seconds: list[float] = _observed("Time that a load was queued on a rank.")
+    # See failure_label.
+    failed_loads: Counter[str] = _split(
+        "Loads that failed on a rank, by reason and by kind of record.",
+        "reason,record",
+        (
+            *map(",".join, product(RECORD_REASONS, ("state", "attention"))),
+            *(f"{reason},none" for reason in LOAD_REASONS),
+        ),
+    )
+    saved_states: int = _total(
+        "Boundaries whose states were handed to the store, summed over ranks.",
+        after="failed_tokens",
+    )
+    saved_attention: int = _total(
+        "Blocks whose attention pages were handed to the store, summed over ranks.",
+        name="saved_attention_blocks",
+    )
+    saved_windows: int = _total(
+        "Blocks of window groups that were handed to the store, summed over ranks.",
+        name="saved_window_blocks",
+    )
+    saved_bytes: int = _total("Bytes of all these, summed over ranks.")
+    # Of all requests of a step together; excludes asynchronous device copies.
+    save_seconds: list[float] = _observed("Time by which saves delayed a step on a rank.")
+    skipped_saves: Counter[str] = _split(
+        "Saves of one request in one step that stored nothing on a rank, by reason.",
+        "reason",
+        "frozen unhealthy no_room reset asleep adapter error".split(),
+    )
+    # These two are the store's own, written under its lock; reported when something else here
+    # changes.
+    failed_writes: Counter[str] = _split(
+        "Records that a backend accepted and failed to write, summed over ranks.",
+        "source",
+        BACKENDS,
+    )
+    rewritten_bytes: Counter[str] = _split(
+        "Bytes of records that were saved although the backend already held them.",
+        "source",
+        BACKENDS,
+    )
+    dropped_records: Counter[str] = _split(
+        "Records removed for them, summed over ranks.", "source", BACKENDS, after="drops"
+    )
+    # A gauge that is reported in changes.
+    kept_bytes: Counter[str] = _split(
+        "Bytes of records that are evicted last now, stored or to be stored, summed over ranks.",
+        "source",
+        (RAM, DISK),
+        level=True,
+        after="keeps",
+    )
+    cleaned_records: Counter[str] = _split(
+        "Records that this engine deleted from folders of fs:// (hybrid_fs_max_*), by limit.",
+        "limit",
+        ("age", "size", "unfinished"),
+    )
+    cleaned_bytes: Counter[str] = _split(
+        "Bytes of these records.", "limit", ("age", "size", "unfinished")
+    )
+    caught_errors: Counter[str] = _split(
+        "The same of ranks, summed over them.",
+        "place",
+        RANK_PLACES,
+        name="rank_errors",
+        after="caught_errors",
+    )
 
 
 def failure_label(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from lmcache_hybrid.config.stores import base
+from lmcache_hybrid.core import backends
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import tags_digest, wide_hash
 from lmcache_hybrid.protocol.lookup import LookupResult
@@ -48,8 +48,8 @@ FLUSH_SECONDS = 10.0
 # Medium, locality and ownership in events.
 WHERE: dict[Tier, tuple[str, str, str | None]] = {
     RAM: (MEDIUM_CPU, "LOCAL", None),
-    DISK: (MEDIUM_STORAGE, "LOCAL", base.DISK),
-    REMOTE: (MEDIUM_STORAGE, "REMOTE", base.REMOTE),
+    DISK: (MEDIUM_STORAGE, "LOCAL", backends.DISK),
+    REMOTE: (MEDIUM_STORAGE, "REMOTE", backends.REMOTE),
 }
 
 

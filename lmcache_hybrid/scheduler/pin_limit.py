@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from lmcache_hybrid.config.stores.base import RAM
+from lmcache_hybrid.core.backends import RAM
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup

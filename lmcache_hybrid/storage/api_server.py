@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from lmcache_hybrid.config.stores.base import RAM
+from lmcache_hybrid.core.backends import RAM
 
 if TYPE_CHECKING:
     from starlette.middleware.base import RequestResponseEndpoint

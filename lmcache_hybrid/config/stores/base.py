@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult
 
 from lmcache_hybrid.config.redis_credentials import split_url, without_password
+from lmcache_hybrid.core.backends import REMOTE
 from lmcache_hybrid.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
-
-# LMCache's names of its backends.
-RAM, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores of one engine: RAM, and ``local_disk``."""
 
-from lmcache_hybrid.config.stores.base import DISK, RAM, Place, StoreKind
+from lmcache_hybrid.config.stores.base import Place, StoreKind
+from lmcache_hybrid.core.backends import DISK, RAM
 
 
 class Memory(StoreKind):

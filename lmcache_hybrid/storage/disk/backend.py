@@ -18,7 +18,7 @@ from lmcache.v1.storage_backend.abstract_backend import StorageBackendInterface
 from lmcache.v1.storage_backend.path_sharder import PathSharder
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.stores.base import DISK
+from lmcache_hybrid.core.backends import DISK
 from lmcache_hybrid.core.threads import anywhere, cores, started
 from lmcache_hybrid.storage import eviction_order
 from lmcache_hybrid.storage.buffer import record_shape
@@ -71,7 +71,6 @@ class LocalDisk(LimitedIndex, StorageBackendInterface):
 
         Raises:
             OSError: a folder cannot be created.
-            RuntimeError: not all threads could be started; none is left.
         """
         StorageBackendInterface.__init__(self, dst_device)
         folders, sharding = config.local_disk, config.local_disk_path_sharding
