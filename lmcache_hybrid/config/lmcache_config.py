@@ -194,7 +194,7 @@ def _as_lmcache_may_log() -> Iterator[None]:
         return not (isinstance(unknown, tuple) and own_options.is_own(str(unknown[0])))
 
     def without_passwords(record: logging.LogRecord) -> bool:
-        record.msg, record.args = without_secrets(record.getMessage()), ()
+        vars(record).update(msg=without_secrets(record.getMessage()), args=())
         return True
 
     filters = is_not_ours, without_passwords

@@ -191,6 +191,10 @@ def test_prompts_that_are_stored_already_are_no_alarm(life):
     assert not one.said()
 
 
+def test_a_consumer_is_no_alarm(life):
+    assert not life(save=False).prompts(3 * PROMPTS).said()
+
+
 def test_a_consumer_that_hits_is_no_alarm(life):
     one = life(save=False)
     for number in range(2 * LOOKUPS):

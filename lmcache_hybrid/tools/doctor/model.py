@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 from lmcache_hybrid.config.drafts import why_hits_are_shorter
 from lmcache_hybrid.config.parallel import check_parallelism, local_ranks, why_no_decode_saves
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups, suggested_unit
+from lmcache_hybrid.core.groups import (
+    GroupPlan,
+    is_served,
+    page_bytes,
+    plan_groups,
+    suggested_unit,
+)
 from lmcache_hybrid.tools.doctor.finding import one_line
 from lmcache_hybrid.tools.sizing.blocks import GDN_PREFILLS, PLATFORMS, compute
 from lmcache_hybrid.tools.sizing.shape import read_shape
@@ -162,13 +168,7 @@ def read_model(arguments: "EngineArgs") -> Model:
     except ConfigError as failure:
         raise ModelError(str(failure)) from failure
     _check_retention(config, plan.block_size)
-    stages = [
-        [
-            page_bytes(group, layers) * plan.blocks_per_record(index)
-            for index, (group, layers) in enumerate(zip(groups.kv_cache_groups, own, strict=True))
-        ]
-        for own in layers_of_stages(config, groups)
-    ]
+    stages = _bytes_of_stages(config, groups, plan)
     windows = tuple(window.group for window in plan.windows)
     unit = unit or plan.with_unit(plan.state_tokens).unit  # as vLLM, where ranks share blocks
     hits_at = plan.with_unit(unit or plan.block_size).unit or plan.block_size
@@ -199,6 +199,19 @@ def read_model(arguments: "EngineArgs") -> Model:
         config.model_config.runner_type == "generate",
         why_no_decode_saves(config),
     )
+
+
+def _bytes_of_stages(
+    config: "VllmConfig", groups: "KVCacheConfig", plan: GroupPlan
+) -> list[list[int]]:
+    """List the bytes of one rank's block of each group, for each pipeline stage."""
+    return [
+        [
+            page_bytes(group, layers) * plan.blocks_per_record(index)
+            for index, (group, layers) in enumerate(zip(groups.kv_cache_groups, own, strict=True))
+        ]
+        for own in layers_of_stages(config, groups)
+    ]
 
 
 def _check_retention(config: "VllmConfig", block_size: int) -> None:

@@ -310,6 +310,7 @@ LMCACHE = (
         replaced_in="lmcache_hybrid/config/other_names.py",
     ),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_config_url", replaced_in=_DOCTOR),
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_config_url", replaced_in=_CREDENTIALS),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.store_location", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.retrieve_locations", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_storage_plugins", replaced_in=_DOCTOR),

@@ -393,6 +393,11 @@ VLLM = (
     *attributes("vllm.v1.engine", "EngineCoreRequest", "mm_features sampling_params"),
     Hook("vllm.multimodal.inputs", "MultiModalFeatureSpec.identifier", replaced_in=_MEDIA),
     Hook("vllm.sampling_params", "SamplingParams.extra_args", replaced_in=_MEDIA),
+    Hook(
+        "vllm.sampling_params",
+        "SamplingParams.extra_args",
+        replaced_in="lmcache_hybrid/identity/media.py",
+    ),
     *attributes(_CONFIG, "VllmConfig", "ec_transfer_config kv_transfer_config cache_config"),
     Hook(_CONFIG, "ModelConfig.multimodal_config"),
     Hook(_CONFIG, "ModelConfig.get_total_num_hidden_layers"),
@@ -493,6 +498,7 @@ VLLM = (
     *attributes(_CONFIG, "LoRAConfig", "lora_dtype target_modules enable_tower_connector_lora"),
     *attributes(_CONFIG, "MultiModalConfig", "mm_processor_kwargs media_io_kwargs"),
     *attributes(_CONFIG, "MultiModalConfig", "video_pruning_rate mm_encoder_attn_dtype"),
+    Hook(_CONFIG, "MultiModalConfig.language_model_only"),
     # lmcache_hybrid/accept
     *attributes(
         "vllm.engine.arg_utils",

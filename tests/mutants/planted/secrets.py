@@ -41,7 +41,7 @@ MISTAKES = {
     },
     "lmcache_hybrid/config/lmcache_config.py": {
         "LMCache logs the passwords that a server of settings sends": passes(
-            "        record.msg, record.args = without_secrets(record.getMessage()), ()\n"
+            "        vars(record).update(msg=without_secrets(record.getMessage()), args=())\n"
         ),
         "LMCache is told the password": gone("    hide_passwords(config)\n"),
     },
