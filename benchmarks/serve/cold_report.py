@@ -49,7 +49,7 @@ def _rows(family: Mapping[str, Any]) -> Iterator[list[str]]:
                 if arm == BASE or BASE not in arms:
                     unit = " a second" if "throughput" in name else " ms"
                     value = median(run[name])
-                    cells.append(f"{value:{'.3g' if value < 1000 else ',.0f'}}{unit}")
+                    cells.append(f"{value:{'.3g' if value < 999.5 else ',.0f'}}{unit}")
                 else:
                     ratios = [one / other for one, other in zip(run[name], arms[BASE][name])]
                     cells.append(

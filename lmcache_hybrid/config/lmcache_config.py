@@ -369,7 +369,7 @@ def _check_buckets(config: "LMCacheEngineConfig") -> None:
             continue
         try:  # as prometheus_client reads them
             read = [float(bound) for bound in bounds] if isinstance(bounds, (list, tuple)) else []
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             read = []
         if read != sorted(read) or not any(map(math.isfinite, read)):
             raise ConfigError(

@@ -31,7 +31,9 @@ _IN_QUERY = re.compile(r"(?<=[?&])password=([^&#]*)&?")
 # In any text, also in tables: rather more than a login than less.
 _LOGIN = re.compile(r"//\S*@")
 _SECRETS = re.compile(
-    rf"((?:{'|'.join(S3_KEYS)}|password)['\"]?\s*[:=]\s*['\"]?)[^'\",}}&#\s]+", re.IGNORECASE
+    rf"(?:(?<=[?&])(password=)[^&#\s]*|((?:{'|'.join(S3_KEYS)}|password)['\"]?\s*[:=]\s*['\"]?)"
+    r"[^'\",}&#\s]+)",
+    re.IGNORECASE,
 )
 
 # (user, password) that :func:`hide_passwords` took out of a URL, by the remaining URL.
@@ -63,7 +65,7 @@ def shown(value: Any) -> str:
 
 def without_secrets(text: str) -> str:
     """Return what a log may have of a text: logins of URLs and keys of S3 are left out."""
-    return _SECRETS.sub(r"\1***", _LOGIN.sub("//", text))
+    return _SECRETS.sub(r"\1\2***", _LOGIN.sub("//", text))
 
 
 def connection_options(url: str) -> dict[str, Any]:

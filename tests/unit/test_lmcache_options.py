@@ -260,7 +260,10 @@ def test_a_server_of_settings_may_send_passwords(monkeypatch, server, caplog):
     monkeypatch.setattr(lmcache_utils, "_config_instance", None)
     keys = {"aws_secret_access_key": "s3cr3t", "save_chunk_meta": False}
     sent = {"remote_url": "redis://:s3cr3t@h:1", "extra_config": keys, "no_such": "//u:s3cr3t@h"}
-    sent |= {"nor_this": "unix:///run/redis.sock?password=s3cr3t", "one_more": "//:o'h_s3cr3t@h"}
+    sent |= {
+        "nor_this": "unix:///run/redis.sock?password=o'h,_s3cr3t&db=0",
+        "one_more": "//:o'h_s3cr3t@h",
+    }
     configs = [{"key": key, "value": value} for key, value in sent.items()]
     configs += [{"value": "redis://:s3cr3t@h"}]  # without a key
     monkeypatch.setattr(Answers, "answer", {"configs": configs})

@@ -24,11 +24,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
 
 from lmcache_hybrid.core.errors import UnknownCodeError, UnknownWeightsError
-from lmcache_hybrid.identity import code
 from lmcache_hybrid.identity.model_code import classes_of, model_code
 from lmcache_hybrid.identity.weights import LOADED, weights_identity
 
-from .test_code_identity import EDITABLE, distribution, package, site  # noqa: F401
+from .test_code_identity import EDITABLE, distribution, forget, package, site  # noqa: F401
 from .test_weights import on_ranks
 from .toy_weights import Toy, loaded, tensors, write_safetensors
 
@@ -50,7 +49,7 @@ def plugged(folder: Path, scale: int = 1) -> type[nn.Module]:
     package(folder, content=MODEL.replace("1", str(scale)))
     for name in [name for name in sys.modules if name.partition(".")[0] == "plugged"]:
         del sys.modules[name]
-    code.forget()
+    forget()
     return importlib.import_module("plugged.backend").Model
 
 
@@ -151,7 +150,7 @@ def test_code_that_belongs_to_nothing_is_refused(config, place):
 
 def test_the_program_itself_is_no_package_though_it_has_a_file(config, monkeypatch):
     """As with python -m."""
-    code.forget()
+    forget()
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", pytest.__spec__)
     with pytest.raises(UnknownCodeError):
         code_of(config, type("MadeUp", (nn.Module,), {"__module__": "__main__"}))

@@ -31,7 +31,7 @@ def sentinel_seconds(default: float) -> float:
     """Return the seconds for one command behind sentinels, by LMCache's variable.
 
     Raises:
-        ConfigError: it is not a number above 0.
+        ConfigError: it is not a number above 0 that a socket takes.
     """
     written = os.environ.get(SENTINEL_TIMEOUT)
     try:

@@ -4,11 +4,14 @@
 import contextlib
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable
 
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.storage.disk.index import EVICTED
+
+_ENDING = re.compile(rf"\.\d+\.\d+{re.escape(EVICTED)}$")  # see Deleter.delete
 
 
 class Deleter:
@@ -33,15 +36,14 @@ class Deleter:
         """Rename a file now, and delete it later.
 
         Deleting frees the file's cached pages, which takes several times as long as the rest of a
-        save. A file whose name is too long to rename is deleted now; one that was renamed before
-        keeps its name.
+        save. A file whose name is too long to rename is deleted now. One that was renamed before
+        gets another number.
 
         Raises:
             OSError: it cannot be deleted, and still takes its space.
         """
-        old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
-        if path.endswith(EVICTED):
-            old = path
+        name = _ENDING.sub("", path)
+        old = f"{name}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
         try:
             os.rename(path, old)
         except FileNotFoundError:

@@ -2,6 +2,7 @@
 """Counts and deletes the files of ``local_disk`` that hold no record of this rank."""
 
 import contextlib
+import math
 import os
 import stat
 import threading
@@ -43,7 +44,7 @@ class OtherFiles:
         self.strangers: dict[str, int] = {}
         self.strange_bytes = 0
         self.kept: dict[str, int] = {}
-        self._tried, self._warned = time.monotonic(), False
+        self._failed_at, self._warned = -math.inf, False
         self.deleter = Deleter(self._stays)
 
     def found(self, strangers: dict[str, int]) -> None:
@@ -84,17 +85,17 @@ class OtherFiles:
 
     def may_go_by_now(self) -> bool:
         """Whether :meth:`delete_kept` is due."""
-        return bool(self.kept) and time.monotonic() - self._tried >= AGAIN_SECONDS
+        return bool(self.kept) and time.monotonic() - self._failed_at >= AGAIN_SECONDS
 
     def delete_kept(self, but: Set[str]) -> None:
         """Try again to delete some that could not be: the cause may be gone, or the file.
 
-        Those of the longest standing are tried.
+        Those of the longest standing are tried. If all go, more are due at once.
 
         Args:
             but: paths that are being written.
         """
-        self._tried = time.monotonic()
+        self._failed_at = -math.inf
         for path in [path for path in self.kept if path not in but][:AT_ONCE]:
             del self.kept[path]
             self.delete(path)
@@ -130,7 +131,7 @@ class OtherFiles:
         with contextlib.suppress(OSError):
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode):
-                self.kept[path] = status.st_size
+                self.kept[path], self._failed_at = status.st_size, time.monotonic()
                 if not self._warned:
                     self._warned = True
                     logger.warning(

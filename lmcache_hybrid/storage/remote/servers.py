@@ -201,20 +201,23 @@ class ClusterServers:
             if client is not None:
                 with contextlib.suppress(RedisClusterException):
                     client.nodes_manager.initialize()
-                    return client
+                    return self._kept(client)
             self._check_open()
-            client = self._make_client()
+            return self._kept(self._make_client())
         except RedisClusterException as error:  # is no RedisError
             raise redis.ConnectionError(str(error)) from error
+
+    def _kept(self, client: redis.RedisCluster) -> redis.RedisCluster:
+        """Take this client from now on, unless the end has come while the nodes were asked."""
         with self._lock:
             closed, old = self._closed, self._client
             if not closed:
                 self._client = client
-        unused = client if closed else old
-        if unused is not None:
-            unused.close()
-        if closed:  # while the nodes were asked
+        if closed:
+            client.close()
             raise redis.ConnectionError("this engine is shutting down")
+        if old is not None and old is not client:
+            old.close()
         return client
 
     def of(self, name: str) -> Server:

@@ -73,7 +73,7 @@ MISTAKES = {
             "list(self.kept)[:AT_ONCE]",
         ),
         "a file that cannot be deleted does not count": (
-            "                self.kept[path] = status.st_size\n",
+            "                self.kept[path], self._failed_at = status.st_size, time.monotonic()\n",
             "                self.kept[path] = 0\n",
         ),
         "a file that is replaced counts twice": (" - self.kept.get(but, 0)\n", "\n"),

@@ -157,8 +157,8 @@ MISTAKES = {
             "        if self._asking is None or self._asking:\n",
         ),
         "a cluster that answers after the end stays connected": (
-            "        unused = client if closed else old\n",
-            "        unused = old\n",
+            "            client.close()\n            raise",
+            "            raise",
         ),
         "a shutdown waits for a silent cluster": (
             "        self._asker.shutdown(wait=False, cancel_futures=True)\n",

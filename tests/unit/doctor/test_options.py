@@ -159,6 +159,13 @@ def test_what_short_prompts_need_must_also_fit_a_gpu(context, sizes, advised):
     assert ("--prefix-match-unit" in told.message) is advised
 
 
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_prompt_to_pool_may_be_as_long_as_the_model_allows(context, generates):
+    found = context(model=replace(MODEL, longest=385, generates=generates))
+    assert bool(of_status(check_options(found), ERROR)) is generates
+    assert described(model("lfm2"), "--max-model-len", "1024").generates
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "falcon_h1", "nemotron_h"])
 def test_a_gpus_block_size_is_that_of_the_plan(family):
     """Computed from what vLLM reads of the model, with the flags of the engine."""

@@ -330,6 +330,17 @@ def test_no_connection_to_a_cluster_is_made_after_the_end():
     assert len(made) == 1
 
 
+def test_a_cluster_whose_nodes_answer_again_after_the_end_is_closed():
+    closed = []
+    nodes = SimpleNamespace(initialize=lambda: cluster.close())
+    client = SimpleNamespace(close=lambda: closed.append(1), nodes_manager=nodes)
+    cluster = servers.ClusterServers(lambda: client, 20.0)
+    cluster._cluster()
+    with pytest.raises(redis.ConnectionError, match="shutting down"):
+        cluster.refresh(redis.ConnectionError("closed"))
+    assert len(closed) == 2, "connections that were made meanwhile stay open"
+
+
 def test_a_value_is_sent_and_received_without_a_copy(box):
     """LMCache's way to the socket holds 2.5 copies of it at once, and its way back one."""
     size = 1 << 24

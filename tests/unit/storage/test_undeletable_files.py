@@ -152,6 +152,37 @@ def test_what_can_be_deleted_after_all_leaves_its_room(box, held, monkeypatch):
     one.store.check_integrity()
 
 
+def test_a_file_that_was_renamed_keeps_one_ending(box, held, hybrid_log, monkeypatch):
+    monkeypatch.setattr(other_files, "AGAIN_SECONDS", 0.0)
+    one = write(box("disk"))
+    deleter = one.backend.others.deleter
+    held.add(".evicted")
+    for key in KEYS[:2]:
+        one.store.discard(key)
+    deleter.finish()
+    for number in range(3):
+        put(one.store, [OTHERS[number]], SIZE)
+        one.settle()
+        deleter.finish()
+        left = list(one.backend.others.kept)
+        assert len(left) == 2 and all(name.count(".evicted") == 1 for name in left)
+    assert hybrid_log.text.count("such files count towards max_local_disk_size") == 1
+    one.store.check_integrity()
+
+
+def test_only_some_are_tried_with_each_save(box, held, monkeypatch):
+    monkeypatch.setattr(other_files, "AT_ONCE", 1)
+    monkeypatch.setattr(other_files, "AGAIN_SECONDS", 0.0)
+    one = write(box("disk"))
+    held.update(one.path(key).name for key in KEYS[:2])
+    for key in KEYS[:2]:
+        one.store.discard(key)
+    held.clear()
+    for left in (1, 0):
+        write(one, [OTHERS[left]])
+        assert len(one.backend.others.kept) == left
+
+
 def test_a_file_that_is_being_written_is_not_deleted_as_the_old_one(box, held, monkeypatch):
     monkeypatch.setattr(other_files, "AGAIN_SECONDS", 0.0)
     one = write(box("disk"))
