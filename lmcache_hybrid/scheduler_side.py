@@ -52,11 +52,13 @@ def make_scheduler(
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
     drafter = Drafter.of(vllm_config)
-    if options.chunk_ends and may_spoil_chunk_ends(kv_cache_config):
-        options = dataclasses.replace(options, chunk_ends=False)
-        logger.info(
-            "Ends of chunks are not stored beside one draft token: this model keeps states inside "
-            "of chunks, and vLLM may mix the two up. With num_speculative_tokens of 2 they are."
+    if may_spoil_chunk_ends(kv_cache_config):
+        # A request that ends a step for others may make such a chunk itself.
+        options = dataclasses.replace(options, chunk_ends=False, share_prefills=False)
+        logger.warning(
+            "num_speculative_tokens=1 lets vLLM overwrite states of this model in chunks of two "
+            "blocks, also without LMCache, and what is stored then is wrong as well: set it to 2. "
+            "Ends of chunks are not stored, and no request waits for another one's prefix."
         )
     scheduler = HybridScheduler(
         plan,

@@ -49,6 +49,23 @@ def test_a_good_engine_passes() -> None:
     assert "A lost block changes them by " in "\n".join(shown(result))
 
 
+def test_answers_that_are_no_numbers_prove_nothing() -> None:
+    """JSON gives one object for all of them, which equals itself."""
+
+    class Broken(Engine):
+        def ask(self, *args, **kwargs):
+            return [
+                dataclasses.replace(
+                    each, logprobs=[dict.fromkeys(step, math.nan) for step in each.logprobs]
+                )
+                for each in super().ask(*args, **kwargs)
+            ]
+
+    result = Run(lambda text: None).first(Broken({"LocalCPUBackend": set()}, tiers=[RAM]))
+    assert result.verdict is not Verdict.PASS
+    assert any("are no numbers" in doubt for doubt in result.doubts)
+
+
 @pytest.mark.parametrize("jitter", [0, 1e-3])
 def test_a_wrong_prefix_fails_with_and_without_noise(jitter: float) -> None:
     result = run(wrong=16, jitter=jitter)

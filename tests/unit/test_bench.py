@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lmcache_hybrid.tools.bench import server
-from lmcache_hybrid.tools.bench.report import print_table, sentences
+from lmcache_hybrid.tools.bench.report import print_table, sentences, without_tokens
 from lmcache_hybrid.tools.bench.run import (
     ALONE,
     CONNECTOR,
@@ -50,6 +50,35 @@ def test_rounds_share_what_their_titles_say():
         )
     assert not asked["warm up"].measured and common(asked["warm up"].prompts[0], new.prompts[0]) < 9
     assert [each.title for each in asked.values() if each.restart] == ["documents after a restart"]
+
+
+def test_the_connector_is_found_however_vllm_lets_its_flag_be_written():
+    for flags in (["--kv_transfer_config", OTHER], [f"--kv_transfer_config={OTHER}"]):
+        found = arms([*flags, "--max-model-len", "9"])
+        assert found[ALONE] == ["--max-model-len", "9"]
+        assert found[WITH][-2:] == ["--kv-transfer-config", OTHER]
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--kv-transfer-config.kv_connector",
+        "--config",
+        "--api-key=k",
+        "--ssl_keyfile",
+        "--ssl-certfile",
+    ],
+)
+def test_flags_with_which_servers_cannot_be_compared_are_refused(flag, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    answer = CliRunner().invoke(app, ["bench", str(tmp_path), "--", flag, "x"])
+    assert answer.exit_code == 2 and flag in answer.output
+
+
+def test_no_login_is_written():
+    flags = ["--hf-token", "hf_1", "--hf_token=hf_1", OTHER.replace("kv_consumer", "//:pw@h")]
+    written = list(without_tokens(flags))
+    assert written[:3] == ["--hf-token", "***", "--hf_token=***"] and "pw" not in written[3]
 
 
 def test_other_seeds_are_other_prompts():

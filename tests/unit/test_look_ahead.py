@@ -247,10 +247,11 @@ def test_ends_that_may_be_spoilt_are_not_stored(drafted, served, hybrid_log):
         plan,
         plan.block_size,
         lmcache_config(local_cpu=True),
-        dataclasses.replace(OPTIONS, chunk_ends=True),
+        dataclasses.replace(OPTIONS, chunk_ends=True, share_prefills=True),
         Ranks(1, PLAN).queue,
     )
     assert scheduler._options.chunk_ends is (drafted == 2)
+    assert scheduler._options.share_prefills is (drafted == 2)
     assert ("Ends of chunks are not stored" in hybrid_log.text) is (drafted == 1)
 
 

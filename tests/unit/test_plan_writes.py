@@ -108,3 +108,21 @@ def test_ram_above_a_disk_holds_ten_prompts_or_nothing(backend: str, prompts: in
     assert written["local_cpu"] is (prompts > 10)
     if prompts > 10:
         assert 0 <= written["max_local_cpu_size"] - ten["gib_per_rank"] <= 0.1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prompts_that_never_hit_make_no_limit_of_zero(backend: str) -> None:
+    said = json.loads(
+        plan("Qwen3-Next-80B-A3B", "--context", "100", "--backend", backend, "--json")
+    )
+    written = json.dumps(said["to_write"] if "to_write" in said else said)
+    assert (
+        "maxmemory 0" not in written and '_gb": 0.0' not in written and '_size": 0.0' not in written
+    )
+
+
+def test_drafts_widen_states() -> None:
+    words = "Qwen3-Next-80B-A3B", "--json", "--speculative-config"
+    drafted = plan(*words, '{"method": "mtp", "num_speculative_tokens": 2}')
+    assert json.loads(drafted)["block_size"] == 560
+    assert json.loads(plan(*words[:2]))["block_size"] == 544

@@ -77,6 +77,7 @@ class Engine:
     ssm_dtype: str = "auto"
     block_size: int = 0
     gdn_prefill: str = "triton"
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         kind = self.config["model_type"]
@@ -116,8 +117,10 @@ class Engine:
             model_config=self.model,
             cache_config=self.cache,
             parallel_config=self.parallel,
-            speculative_config=None,
-            num_speculative_tokens=0,
+            speculative_config=SimpleNamespace(num_speculative_tokens=self.drafts)
+            if self.drafts
+            else None,
+            num_speculative_tokens=self.drafts,
             compilation_config=SimpleNamespace(static_forward_context={"mamba": self.layer()}),
         )
         update = {"nemotron_h": NemotronHForCausalLMConfig}.get(kind)
@@ -220,6 +223,7 @@ def sizes_of(shape: ModelShape, engine: Engine) -> Sizes:
         kv_dtype=engine.kv_dtype,
         ssm_dtype=engine.ssm_dtype,
         block_size=engine.block_size,
+        drafts=engine.drafts,
     )
 
 
@@ -262,6 +266,8 @@ def test_a_model_of_the_table(known, tp, monkeypatch):
         {"ssm_dtype": "bfloat16"},
         {"block_size": 64},
         {"block_size": 4096},
+        {"drafts": 1},
+        {"drafts": 3, "tp": 2},
         {"platform": "cpu", "ssm_dtype": "float32"},
         {"platform": "cpu", "ssm_dtype": "bfloat16"},
     ],

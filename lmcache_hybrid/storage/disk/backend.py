@@ -82,6 +82,7 @@ class LocalDisk(LimitedIndex, StorageBackendInterface):
         self._elsewhere: set[str] = set()
         # Whether a full disk, and a failed write, were logged.
         self._said_full = self._warned = False
+        self.visited = False
         threads = config.get_extra_config_value("disk_io_threads", THREADS)
         unbound = anywhere(cores())
         LimitedIndex.__init__(self, config.cache_policy, int(config.max_local_disk_size * 1024**3))
@@ -263,7 +264,7 @@ class LocalDisk(LimitedIndex, StorageBackendInterface):
             False, with nothing evicted, if even all would be less.
         """
         with self.disk_lock:
-            if not self._evict(size, self._elsewhere):
+            if self.visited or not self._evict(size, self._elsewhere):
                 return False
         self.others.deleter.finish()
         if not self._said_full:

@@ -43,6 +43,7 @@ class DiskTier(IndexedTier):
     def restore(self, opening: Opening) -> None:
         if opening.metadata.worker_id == 0 and not opening.visit:
             self._warn_of_others()
+        self.backend.visited = opening.visit  # then an engine's records make no room
         folders = folders_in("LMCache option local_disk", opening.config.local_disk)
         writers = opening.names.writers()
         self.backend.restore(opening.model_name, writers, folders, opening.restored)

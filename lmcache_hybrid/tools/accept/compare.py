@@ -38,7 +38,10 @@ class Answer:
         return self.drafted, self.accepted
 
     def same(self, other: "Answer") -> bool:
-        return self.tokens == other.tokens and self.logprobs == other.logprobs
+        """Whether both are equal to the last bit; what is no number equals nothing."""
+        numbers = (value for step in self.logprobs for value in step.values())
+        equal = self.tokens == other.tokens and self.logprobs == other.logprobs
+        return equal and all(map(math.isfinite, numbers))
 
 
 class Outcome(StrEnum):
@@ -169,7 +172,7 @@ class Noise:
 
     def shows(self, change: float) -> bool:
         """Whether a fault that changes answers by this much stands out from noise."""
-        return change > 0 and MARGIN * self.allowed <= change
+        return change > 0 and math.isfinite(self.allowed) and MARGIN * self.allowed <= change
 
 
 def check(case: str, step: int, where: str, tokens: int, own: Answer, restored: Answer) -> Check:

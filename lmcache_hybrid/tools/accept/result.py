@@ -138,6 +138,11 @@ class Result:
         """Why equal answers would prove nothing, one sentence each; empty if they prove it."""
         noise = self.noise
         doubts: list[str] = []
+        if not math.isfinite(noise.allowed):
+            doubts.append(
+                "vLLM's own answers to a prompt differ beyond measure, or their log-probabilities "
+                "are no numbers."
+            )
         if not noise.shows(noise.wrong):
             doubts.append("Another prefix changes too little to be told from noise on this engine.")
         hidden = [name for name, change in noise.lost.items() if not noise.shows(change)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats the results of :mod:`.run`, for people and for programs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import date
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from lmcache_hybrid import __version__
+from lmcache_hybrid.config.redis_credentials import without_secrets
 from lmcache_hybrid.tools.bench.run import ALONE, WITH, Load, Measured
 from lmcache_hybrid.tools.bench.workload import NEW
 from lmcache_hybrid.upstream import versions
@@ -56,6 +57,21 @@ def sentences(found: Sequence[Measured]) -> list[str]:
     return told
 
 
+def without_tokens(flags: Iterable[str]) -> Iterator[str]:
+    """Yield flags without the logins in them."""
+    hides = False
+    for flag in flags:
+        name, joined, _ = flag.partition("=")
+        if hides:
+            yield "***"
+            hides = False
+        elif name.replace("_", "-") == "--hf-token":
+            hides = not joined
+            yield f"{name}=***" if joined else name
+        else:
+            yield without_secrets(flag)
+
+
 def as_json(
     model: str, flags: Sequence[str], load: Load, found: Sequence[Measured]
 ) -> dict[str, Any]:
@@ -65,7 +81,7 @@ def as_json(
         "date": date.today().isoformat(),
         "versions": {"lmcache-hybrid": __version__, "vllm": vllm, "lmcache": lmcache},
         "model": model,
-        "flags": list(flags),
+        "flags": list(without_tokens(flags)),
         "load": asdict(load),
         "rounds": [asdict(each) for each in found],
     }

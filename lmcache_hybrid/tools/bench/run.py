@@ -60,13 +60,18 @@ class Measured:
     failed: int
 
 
+def as_vllm_reads(name: str) -> str:
+    """Return a flag's name as vLLM's parser takes it."""
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
 def arms(flags: Sequence[str]) -> dict[str, list[str]]:
     """Return the flags of each server: those given, without and with our connector."""
     alone, transfer = [], json.dumps(CONNECTOR)
     given = iter(flags)
     for flag in given:
         name, joined, value = flag.partition("=")
-        if name == TRANSFER_FLAG:
+        if as_vllm_reads(name) == TRANSFER_FLAG:
             transfer = value if joined else next(given, transfer)
         else:
             alone.append(flag)

@@ -18,6 +18,7 @@ from lmcache_hybrid.tools.subprocesses import kill_group
 COMMAND = Path(__file__).parents[1] / "vllm_command.py"
 # STOP_SECONDS includes LMCache's queued writes.
 STOP_SECONDS, FORGET_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.5
+API_KEY = "VLLM_API_KEY"
 COUNTERS = {
     "prompt": "vllm:prompt_tokens_total",
     "own": "vllm:prefix_cache_hits_total",
@@ -54,7 +55,12 @@ class Server:
             self._process = subprocess.Popen(
                 [sys.executable, str(COMMAND), "serve", model, *flags, *own],
                 # The endpoint that resets vLLM's own cache needs the development mode.
-                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment},
+                # It listens on loopback alone, so it is asked without a key.
+                env={
+                    **{name: value for name, value in os.environ.items() if name != API_KEY},
+                    "VLLM_SERVER_DEV_MODE": "1",
+                    **environment,
+                },
                 stdout=out,
                 stderr=out,
                 start_new_session=True,

@@ -61,6 +61,7 @@ def bench(
     for option, path in (("--lmcache-config", lmcache_config), ("--out", out and out.parent)):
         if path is not None and not path.exists():
             raise typer.BadParameter(f"{option} {str(path)!r} does not exist")
+    _check_flags(vllm_flags or [])
     need_host(EXIT_FAILED)
     from lmcache_hybrid.tools.accept.engine import reason_in
     from lmcache_hybrid.tools.bench.report import as_json, print_table
@@ -91,6 +92,18 @@ def bench(
     if BINDING not in os.environ and _on_cpu():
         errors.print(OTHER_CORES, soft_wrap=True)
     log.unlink()
+
+
+def _check_flags(flags: list[str]) -> None:
+    """Raise BadParameter for flags with which the two servers cannot be compared, or asked."""
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name.startswith("--kv-transfer-config."):
+            raise typer.BadParameter(f"{flag}: write --kv-transfer-config and its JSON instead")
+        if name == "--config":
+            raise typer.BadParameter(f"{flag}: write its flags instead, so that they can be told")
+        if name == "--api-key" or name.startswith("--ssl-"):
+            raise typer.BadParameter(f"{flag}: leave it out, the servers listen on loopback alone")
 
 
 def _on_cpu() -> bool:

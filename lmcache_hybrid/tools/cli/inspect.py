@@ -103,7 +103,7 @@ def verify_store(
                     bad.append(verdict)
                 if verdict.status == Status.DAMAGED and delete_damaged:
                     damaged.add(verdict.entry.where)
-            deleted = opened.delete(damaged)
+            deleted = opened.delete(damaged) if delete_damaged else 0
         left += sum(counts[status] for status in BAD) - len(damaged)
         found += counts.total()
         results.append((opened, counts, bad, deleted))

@@ -4,9 +4,8 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -62,6 +61,12 @@ def checkpoints(text: str | int) -> str | int:
         return text if text == CHUNK_ENDS else tokens(text)
     except typer.BadParameter as error:
         raise typer.BadParameter(f"{error.message}, or {CHUNK_ENDS}") from None
+
+
+def drafts_in(drafter: Mapping[str, Any] | None) -> int:
+    """Return the speculative tokens of ``--speculative-config``; vLLM's default is one module's."""
+    number = (drafter or {}).get("num_speculative_tokens", 1 if drafter else 0)
+    return number if isinstance(number, int) and number > 0 else 0
 
 
 def drafter(text: str | dict) -> dict[str, Any]:
@@ -196,13 +201,13 @@ def plan(
     where, drafts = _platform(platform, kernel_block, gdn_prefill_backend), speculative_config
     if list_models:
         return _list_models(Console(), where, markdown, as_json)
-    sized = partial(
-        compute, tp=tp, kv_dtype=kv_cache_dtype, ssm_dtype=ssm_dtype, block_size=block_size, dcp=dcp
-    )
+    flags: dict[str, Any] = {"tp": tp, "kv_dtype": kv_cache_dtype, "ssm_dtype": ssm_dtype}
+    flags |= {"block_size": block_size, "dcp": dcp, "drafts": drafts_in(drafts)}
     try:
         name, shape, hub_name = _find(model, dtype, tp, nnodes)
-        sizes = sized(shape, where)
-        hopper = sizes if platform == "cpu" else sized(shape, where.with_gdn_prefill("flashinfer"))
+        sizes = compute(shape, where, **flags)
+        newer = where if platform == "cpu" else where.with_gdn_prefill("flashinfer")
+        hopper = compute(shape, newer, **flags)
         work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit, step_tokens)
         work, lost = _checked(work, sizes, drafts)
     except ConfigError as error:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from redis.exceptions import NoPermissionError
@@ -21,6 +21,7 @@ from lmcache_hybrid.config.stores.base import Place, imported
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.disk.backend import LocalDisk
+from lmcache_hybrid.storage.disk.full_disk import free_bytes
 from lmcache_hybrid.storage.record_format import digests_of
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.tools.doctor.context import Context
@@ -129,6 +130,14 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
                     f"{shown} cannot be used: {away}.",
                     "See that it runs, and that host, port and credentials are right.",
                 )
+            elif _is_full(store.tiers[name].backend, size):
+                tried.remove(name)
+                option, shown = _label(config, name)
+                yield skipped(
+                    option,
+                    f"{shown} has no room for a test record, and records that it holds are not "
+                    "removed for one.",
+                )
         buffer.payload.copy_(expected)
         buffer.digests = digests_of(memoryview(expected.numpy()))
         try:
@@ -157,6 +166,13 @@ def _away(store: "LMCacheStore", name: str, key: RecordKey) -> str:
             said = late if isinstance(failure, TimeoutError) else one_line(failure)
             return unwrapped(tier.backend.connection).cause(failure) or said
     return ""
+
+
+def _is_full(backend: Any, size: int) -> bool:
+    """Whether a disk has records and no room: an engine would evict some for a new one."""
+    if not isinstance(backend, LocalDisk) or free_bytes(backend.path) >= size:
+        return False
+    return bool(backend.dict or backend.others.strangers)
 
 
 def _through(

@@ -190,7 +190,9 @@ def read_model(arguments: "EngineArgs") -> Model:
         config.model_config.max_model_len,
         config.scheduler_config.max_num_batched_tokens,
         current_platform.device_type,
-        gpu_sizes(arguments, config.model_config.hf_config.to_dict()),
+        gpu_sizes(
+            arguments, config.model_config.hf_config.to_dict(), config.num_speculative_tokens
+        ),
         plan_of(arguments),
         (plan.states and why_hits_are_shorter(config, hits_at)) or "",
         here,
@@ -278,11 +280,12 @@ def plan_of(arguments: "EngineArgs") -> str:
     return shlex.join(words)
 
 
-def gpu_sizes(arguments: "EngineArgs", config: dict[str, Any]) -> tuple[int, ...]:
+def gpu_sizes(arguments: "EngineArgs", config: dict[str, Any], drafts: int) -> tuple[int, ...]:
     """Compute N on a GPU, by prefill kernel; empty for a model that cannot be sized.
 
     Args:
         config: of the model.
+        drafts: speculative tokens.
     """
     gpu, chosen = PLATFORMS["gpu"], arguments.gdn_prefill_backend
     try:
@@ -298,6 +301,7 @@ def gpu_sizes(arguments: "EngineArgs", config: dict[str, Any]) -> tuple[int, ...
                     kv_dtype=arguments.kv_cache_dtype,
                     ssm_dtype=arguments.mamba_ssm_cache_dtype,
                     block_size=arguments.block_size or 0,
+                    drafts=drafts,
                 ).block_size: None
                 for backend in ([chosen] if chosen in GDN_PREFILLS else GDN_PREFILLS)
             }

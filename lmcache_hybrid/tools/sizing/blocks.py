@@ -113,12 +113,14 @@ def compute(
     ssm_dtype: str = "auto",
     block_size: int = 0,
     dcp: int = 1,
+    drafts: int = 0,
 ) -> Sizes:
     """Compute sizes as vLLM does at start-up.
 
     Args:
         block_size: the user's ``--block-size``, 0 for the platform's default.
         dcp: ``--decode-context-parallel-size``.
+        drafts: ``num_speculative_tokens``.
 
     Raises:
         ConfigError: a dtype that cannot be sized, or a ``tp`` or ``dcp`` that does not divide.
@@ -138,7 +140,8 @@ def compute(
             "key/value head; choose one that does."
         )
     # First: "auto" of the other two is often this one.
-    conv = shape.recurrent.conv_elements(tp) * _bytes_of("--dtype", shape.dtype, STATE_DTYPES)
+    conv_bytes = _bytes_of("--dtype", shape.dtype, STATE_DTYPES)
+    conv = shape.recurrent.conv_elements(tp, drafts) * conv_bytes
     token = shape.attention.elements(tp) * _bytes_of("--kv-cache-dtype", kv_dtype, DTYPE_BYTES)
     ssm = shape.recurrent.state_elements(tp) * _bytes_of("--ssm-dtype", ssm_dtype, STATE_DTYPES)
     state = conv + ssm

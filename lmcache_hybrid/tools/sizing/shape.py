@@ -62,6 +62,7 @@ class Recurrent:
         head_elements: of its state per head.
         groups: of Mamba2's B and C.
         group_channels: convolution channels per group.
+        widens: whether vLLM gives each speculative token a column.
     """
 
     channels: int
@@ -70,11 +71,17 @@ class Recurrent:
     head_elements: int = 0
     groups: int = 0
     group_channels: int = 0
+    widens: bool = True
 
-    def conv_elements(self, tp: int) -> int:
-        """Count them on one rank. Groups that do not divide are repeated on each rank."""
+    def conv_elements(self, tp: int, drafts: int = 0) -> int:
+        """Count them on one rank. Groups that do not divide are repeated on each rank.
+
+        Args:
+            drafts: speculative tokens.
+        """
         groups = self.groups if self.groups % tp == 0 else tp
-        return _share(self.channels + groups * self.group_channels, tp) * self.columns
+        channels = _share(self.channels + groups * self.group_channels, tp)
+        return channels * (self.columns + self.widens * drafts)
 
     def state_elements(self, tp: int) -> int:
         """Count them on one rank."""
@@ -308,14 +315,14 @@ def _nemotron(text: _Fields) -> tuple[Attention, Recurrent]:
 def _lfm2(text: _Fields) -> tuple[Attention, Recurrent]:
     """vLLM: ``short_conv_state_shape``."""
     channels = text.get("conv_dim") or text["hidden_size"]
-    return _heads(text), Recurrent(channels, text["conv_L_cache"] - 1)
+    return _heads(text), Recurrent(channels, text["conv_L_cache"] - 1, widens=False)
 
 
 def _jamba(text: _Fields) -> tuple[Attention, Recurrent]:
     """vLLM: ``mamba1_state_shape``."""
     intermediate = text["mamba_expand"] * text["hidden_size"]
     return _heads(text), Recurrent(
-        intermediate, text["mamba_d_conv"] - 1, intermediate, text["mamba_d_state"]
+        intermediate, text["mamba_d_conv"] - 1, intermediate, text["mamba_d_state"], widens=False
     )
 
 

@@ -40,6 +40,7 @@ def to_write(
     """
     largest = max(group.bytes for group in sizes.groups)
     least, copies = gib(2 * largest), max(COPIES_GIB, gib(8 * largest))
+    bytes_taken = max(bytes_taken, 2 * largest * sizes.tp)  # 0 would stand for no limit
     taken, elsewhere = gib(bytes_taken / sizes.tp), ""
     yaml: dict[str, bool | float | str]
     if backend == "ram":

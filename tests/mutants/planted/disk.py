@@ -5,6 +5,10 @@ from tests.mutants.defect import each_of, gone, never, passes
 
 MISTAKES = {
     "lmcache_hybrid/storage/disk/backend.py": {
+        "the doctor's test record costs an engine's on a full disk": (
+            "if self.visited or not self._evict",
+            "if not self._evict",
+        ),
         "what could not be deleted counts until the restart": never(
             "            if self.others.may_go_by_now():\n"
         ),

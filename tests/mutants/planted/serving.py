@@ -97,8 +97,8 @@ MISTAKES = {
     },
     "lmcache_hybrid/scheduler_side.py": {
         "ends of chunks are stored that vLLM may overwrite": (
-            "options.chunk_ends and may_spoil_chunk_ends(kv_cache_config)",
-            "False",
+            "    if may_spoil_chunk_ends(kv_cache_config):",
+            "    if False:",
         ),
     },
     "lmcache_hybrid/scheduler/prompt.py": {

@@ -44,6 +44,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/sizing/to_write.py": {
+        "a plan for prompts that never hit has a limit of zero": (
+            "    bytes_taken = max(bytes_taken, 2 * largest * sizes.tp)",
+            "    bytes_taken = max(bytes_taken, 0)",
+        ),
         "plan writes the pool of one rank for all": (
             "gib(bytes_taken / sizes.tp)",
             "gib(bytes_taken / sizes.tp**2)",
@@ -87,6 +91,10 @@ MISTAKES = {
         "nobody says how a model's name goes on": never("    if begun:\n"),
     },
     "lmcache_hybrid/tools/cli/inspect.py": {
+        "verify removes what an engine has not finished": (
+            "opened.delete(damaged) if delete_damaged else 0",
+            "opened.delete(damaged)",
+        ),
         "a store without records is verified": (
             "1 if left else 0 if found else 2",
             "1 if left else 0",
@@ -118,6 +126,10 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/accept/compare.py": {
+        "answers that are no numbers are equal": (
+            "return equal and all(map(math.isfinite, numbers))",
+            "return equal",
+        ),
         "accept takes any hit of a branch for one at a chunk's end": (
             " or self.cached % self.chunk:",
             ":",
@@ -264,7 +276,9 @@ MISTAKES = {
         ),
     },
     "lmcache_hybrid/tools/bench/run.py": {
-        "bench asks both servers with the connector": never("        if name == TRANSFER_FLAG:\n"),
+        "bench asks both servers with the connector": never(
+            "        if as_vllm_reads(name) == TRANSFER_FLAG:\n"
+        ),
         "bench asks prompts that the model does not take": (
             "    if tokens + load.output_tokens > longest:\n",
             "    if tokens > longest:\n",

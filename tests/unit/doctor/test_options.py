@@ -192,7 +192,7 @@ def test_the_kernel_that_a_flag_names_decides():
 
 def test_a_family_that_plan_does_not_know_has_no_size_on_a_gpu():
     arguments = AsyncEngineArgs.from_cli_args(parse_flags(model("lfm2"), []))
-    assert gpu_sizes(arguments, {"model_type": "olmo_hybrid"}) == ()
+    assert gpu_sizes(arguments, {"model_type": "olmo_hybrid"}, 0) == ()
 
 
 @pytest.mark.parametrize("unit", [0, 64])

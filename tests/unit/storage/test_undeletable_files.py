@@ -11,6 +11,7 @@ from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.disk import other_files
 from lmcache_hybrid.storage.key_names import readable_name
 from lmcache_hybrid.storage.record_format import payload_bytes
+from lmcache_hybrid.tools.doctor import backends
 
 from ..helpers import put
 from ..store_box import FINGERPRINT, KEYS, Box, N
@@ -266,3 +267,16 @@ def test_what_a_failed_write_leaves_and_cannot_be_deleted_counts(box, held, monk
     one.settle()
     assert one.backend.others.kept == {str(one.path(KEYS[0])): 100}
     one.assert_pool_is_free()
+
+
+def test_a_visit_evicts_nothing_on_a_full_disk(box, monkeypatch):
+    """The doctor's test record is not worth one of an engine."""
+    one = write(box("disk"))
+    size = one.backend.current_cache_size
+    assert not backends._is_full(one.backend, 1)
+    monkeypatch.setattr(backends, "free_bytes", lambda folder: 0)
+    assert backends._is_full(one.backend, 1)
+    one.backend.visited = True
+    assert not one.backend._give_way(1) and one.backend.current_cache_size == size
+    one.backend.visited = False
+    assert one.backend._give_way(1) and one.backend.current_cache_size < size

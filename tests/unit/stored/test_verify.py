@@ -9,7 +9,8 @@ import pytest
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage import record_format
-from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, check_wrapper
+from lmcache_hybrid.storage.disk.files import OLD_PROMPTS
+from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, WRITING, check_wrapper
 from lmcache_hybrid.tools.stored import audit
 from lmcache_hybrid.tools.stored.audit import Status
 from lmcache_hybrid.tools.stored.opening import open_store
@@ -163,3 +164,14 @@ def test_lmcaches_own_header_is_understood(box):
     check_wrapper(stored[:WRAPPER_BYTES], len(stored) - WRAPPER_BYTES)
     with pytest.raises(RecordError, match="^wrapper"):
         check_wrapper(stored[:WRAPPER_BYTES], len(stored))
+
+
+def test_verify_removes_nothing_unless_it_is_told_to(box):
+    filled = box("disk").write()
+    others = [filled.folder / name for name in (*OLD_PROMPTS, f"{WRITING}1.tmp")]
+    for path in others:
+        path.write_bytes(b"x")
+        os.utime(path, (1e9, 1e9))
+    aged_all(filled)
+    run("verify", store_of(filled))
+    assert all(path.exists() for path in others)
