@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the scheduler side of a connector, and logs what it serves."""
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.drafts import may_spoil_chunk_ends, why_hits_are_shorter
+from lmcache_hybrid.config.drafts import why_hits_are_shorter
 from lmcache_hybrid.config.no_hits import relative, with_few_hits, without_hits
 from lmcache_hybrid.config.options import Options, log_events, log_remarks, log_sharing
 from lmcache_hybrid.config.stores import in_the_clear
@@ -52,14 +51,6 @@ def make_scheduler(
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
     drafter = Drafter.of(vllm_config)
-    if may_spoil_chunk_ends(kv_cache_config):
-        # A request that ends a step for others may make such a chunk itself.
-        options = dataclasses.replace(options, chunk_ends=False, share_prefills=False)
-        logger.warning(
-            "num_speculative_tokens=1 lets vLLM overwrite states of this model in chunks of two "
-            "blocks, also without LMCache, and what is stored then is wrong as well: set it to 2. "
-            "Ends of chunks are not stored, and no request waits for another one's prefix."
-        )
     scheduler = HybridScheduler(
         plan,
         options,

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.groups import BESIDE_KEY, layer_specs
+from lmcache_hybrid.core.groups import BESIDE_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # For which methods each release gives up the end of a hit; vLLM: ``use_eagle_block_drop``.
 _DROPPING = {
@@ -113,21 +112,3 @@ def too_short(unit: int) -> str:
 def _lost(unit: int, causes: Sequence[str]) -> str:
     because = f", because {' and '.join(causes)}" if causes else ""
     return f"Beside this drafter vLLM gives up the last {unit:,} tokens of each hit{because}."
-
-
-def may_spoil_chunk_ends(kv_cache_config: "KVCacheConfig") -> bool:
-    """Whether vLLM may overwrite the state at the end of a chunk of exactly two blocks.
-
-    With one draft token, the running state moves there into the block that drafts had. The worker
-    still sees that block in the column before, too, and writes the state of the boundary before
-    into it, where the model keeps states inside of chunks (``num_prefill_checkpoint_blocks``).
-    Found by reading vLLM 0.32 and 0.33; not seen, because vLLM's CPU build keeps no such states.
-    """
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    specs = (spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group))
-    return any(
-        spec.num_speculative_blocks == 1 and spec.num_prefill_checkpoint_blocks > 0
-        for spec in specs
-        if isinstance(spec, MambaSpec)
-    )

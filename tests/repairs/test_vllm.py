@@ -181,6 +181,19 @@ def test_a_state_is_published_where_the_next_step_ends(simulation):
     return lost or again == (3 * N, 0)
 
 
+@shows_bug_of(compat.part_chunks_of_two_blocks)
+def test_a_chunk_of_two_blocks_writes_a_checkpoint_over_its_own_end(simulation):
+    without(simulation, compat.part_chunks_of_two_blocks)
+    run = Run(Setup(groups="sa", drafts=1, interior=1, batch=2 * N, blocks=80), Tally())
+    (engine,) = run.engines
+    engine.add("long", A[: 5 * N + 1], 2)
+    try:
+        engine.drain()
+    except WrongBytes:
+        return True
+    return False
+
+
 @shows_bug_of(compat.publish_checkpoints_once, since="0.33.0")
 def test_a_checkpoint_is_published_as_the_state_at_its_blocks_end(simulation):
     """Of several MTP modules, where the hash of that end is known a step later."""

@@ -390,13 +390,16 @@ class ToyRank:
                     f"should hold the state at {start}, says {held[0]}"
                 )
             if inside is not None:
-                # Before the last state, whose block it may be, as in ``mamba_mixer2``.
                 block, tokens = inside
                 self.pages[block, :2] = tokens, truth.hash_at(tokens) ^ mix
             for i, block in enumerate(ids):
                 right = i <= accepted
                 self.pages[block, 0] = first + i if right else RUBBISH
                 self.pages[block, 1] = truth.hash_at(first + i) ^ mix if right else RUBBISH
+            if inside is not None and inside[0] in ids:
+                # As in ``mamba_mixer2``: the last convolution window is written before that of
+                # the checkpoint, and the recurrent state behind it.
+                self.pages[inside[0], :2] = RUBBISH
 
         self._queue(advance)
 

@@ -317,7 +317,12 @@ VLLM = (
         "Scheduler._reserve_prefill_lookahead",
         replaced_in=_COMPAT,
     ),
-    *attributes(_SCHEDULER, "Scheduler", "need_mamba_block_aligned_split"),
+    Hook(_SCHEDULER, "Scheduler._mamba_block_aligned_split", replaced_in=_COMPAT),
+    *attributes(
+        _SCHEDULER,
+        "Scheduler",
+        "need_mamba_block_aligned_split mamba_has_prefill_checkpoint_blocks",
+    ),
     Hook(
         _COORDINATOR,
         "KVCacheCoordinator.cache_blocks",

@@ -112,6 +112,9 @@ MISTAKES = {
             "            if published is not None:\n",
             "            if published is None:\n",
         ),
+        "a chunk of two blocks writes a checkpoint over its own end": gone(
+            "    part_chunks_of_two_blocks()\n"
+        ),
         "a chunk that is shortened for MTP modules may be empty": gone(
             "    leave_no_chunk_empty()\n"
         ),

@@ -95,12 +95,6 @@ MISTAKES = {
             "            isinstance(manager, MambaManager)\n",
         ),
     },
-    "lmcache_hybrid/scheduler_side.py": {
-        "ends of chunks are stored that vLLM may overwrite": (
-            "    if may_spoil_chunk_ends(kv_cache_config):",
-            "    if False:",
-        ),
-    },
     "lmcache_hybrid/scheduler/prompt.py": {
         "a full block is taken to have a hash": gone(
             "    blocks = min(blocks, len(request.block_hashes) // hashes_per_block)\n"
