@@ -129,11 +129,12 @@ def _log(
     )
     ranks = vllm_config.parallel_config.tensor_parallel_size
     unit = plan.unit or plan.block_size
+    too_short = -(-max(0, options.min_retrieve_tokens - unit) // unit) * unit
     logger.info(
         "LMCache keeps records in %s. Prompts longer than %d tokens hit, at multiples of %d.%s",
         # The number of window pages depends on the prompts.
         described(tiers(config, options), 0 if plan.windows else taken, longest, ranks),
-        drafter.longest_without_state(unit) if plan.states else unit,
+        (drafter.longest_without_state(unit) if plan.states else unit) + too_short,
         unit,
         "" if options.save else " This engine stores nothing.",
     )

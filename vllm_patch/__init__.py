@@ -13,6 +13,7 @@ vLLM calls :func:`register` in the API server, in EngineCore and in every worker
 | ``compat`` | bugs of the scheduler, one repair each |
 | ``cpu`` | bugs of the CPU platform, one repair each |
 | ``partial_hits`` | bugs of vLLM's own hits inside a block, one repair each |
+| ``kimi_k3`` | what Kimi-K3's layers write beside a drafter (a repair) |
 | ``loaders`` | model and adapter loaders, so that they note what they have loaded |
 | ``events`` | the reset of vLLM's own cache, of which the connector is told (a repair, too) |
 | ``sessions`` | sessions of streaming input, whose next parts start over (repairs, too) |

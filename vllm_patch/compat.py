@@ -31,8 +31,8 @@ def install() -> None:
     unhash_uncomputed_blocks()
     publish_where_steps_ended()
     publish_checkpoints_once()
-    part_chunks_of_two_blocks()
     leave_no_chunk_empty()
+    part_chunks_of_two_blocks()
 
 
 def promote_loads_in_order() -> None:
@@ -363,38 +363,6 @@ def publish_checkpoints_once() -> None:
     MambaManager._cache_partial_tail_block = _cache_partial_tail_block
 
 
-def part_chunks_of_two_blocks() -> None:
-    """Beside one draft token, a chunk that more chunks follow must not have exactly two blocks.
-
-    Bug: the running state moves into the block that drafts had, two columns on. The worker's table
-    still has that block in the column before, too, and there the model writes the state of the
-    boundary before the chunk's end, where it keeps states inside of chunks
-    (``num_prefill_checkpoint_blocks``). The last convolution window is written before that, and
-    only the recurrent state behind it.
-    Symptom: the prompt goes on from a state whose convolution window is a block old: wrong tokens,
-    with or without a connector. The state is published and offered to connectors.
-    Seen in: vLLM 0.32.0 and 0.33.0.
-    Remove when: the worker's block table follows ``MambaManager._relocate_speculative_block``.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    original = Scheduler._mamba_block_aligned_split
-
-    @functools.wraps(original)
-    def _mamba_block_aligned_split(
-        self: Scheduler, request: "Request", num_new_tokens: int, *computed: int, **more: int
-    ) -> int:
-        count = original(self, request, num_new_tokens, *computed, **more)
-        size = self.cache_config.block_size
-        if count != 2 * size or self.num_spec_tokens != 1 or not is_ours(self.vllm_config):
-            return count
-        end = request.num_computed_tokens + sum(computed) + sum(more.values()) + count
-        last = end >= max(request.num_prompt_tokens, request.num_tokens - 1)
-        return count if last or not self.mamba_has_prefill_checkpoint_blocks else size
-
-    Scheduler._mamba_block_aligned_split = _mamba_block_aligned_split
-
-
 def leave_no_chunk_empty() -> None:
     """A chunk that is shortened for MTP modules must end at a boundary, and must not be empty.
 
@@ -423,5 +391,42 @@ def leave_no_chunk_empty() -> None:
         end = (num_computed_tokens + count) // size * size
         # The drafter's guess at the last tokens costs less than to wait for a step with more room.
         return end - num_computed_tokens if end > num_computed_tokens else num_new_tokens
+
+    Scheduler._reserve_prefill_lookahead = _reserve_prefill_lookahead
+
+
+def part_chunks_of_two_blocks() -> None:
+    """Beside one draft token, a chunk that more chunks follow must not go on for two columns.
+
+    Bug: the running state moves into the block that the draft had, two columns on. The worker's
+    table still has that block in the column before, too, and there the model writes the state of
+    the boundary before the chunk's end, where it keeps states inside of chunks
+    (``num_prefill_checkpoint_blocks``). The last convolution window is written before that, and
+    only the recurrent state behind it.
+    Symptom: the prompt goes on from a state whose convolution window is a block old: wrong tokens,
+    with or without a connector. The state is published and offered to connectors.
+    Seen in: vLLM 0.32.0 and 0.33.0.
+    Remove when: the worker's block table follows ``MambaManager._relocate_speculative_block``.
+    """
+    from vllm.utils.math_utils import cdiv
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    # vLLM asks this last, when media without room have shortened the chunk.
+    original = Scheduler._reserve_prefill_lookahead
+
+    @functools.wraps(original)
+    def _reserve_prefill_lookahead(
+        self: Scheduler, request: "Request", num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        count = original(self, request, num_computed_tokens, num_new_tokens)
+        if self.num_spec_tokens != 1 or not is_ours(self.vllm_config):
+            return count
+        end = num_computed_tokens + count
+        last = end >= max(request.num_prompt_tokens, request.num_tokens - 1)
+        if last or not self.mamba_has_prefill_checkpoint_blocks:
+            return count
+        size = self.cache_config.block_size
+        columns = cdiv(end, size) - cdiv(num_computed_tokens, size)
+        return size - num_computed_tokens % size if columns == 2 else count
 
     Scheduler._reserve_prefill_lookahead = _reserve_prefill_lookahead

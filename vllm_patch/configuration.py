@@ -229,6 +229,11 @@ def _is_hybrid(config: VllmConfig) -> bool:
     return bool(config.model_config.is_hybrid)
 
 
+def _is_recurrent(config: VllmConfig) -> bool:
+    model = config.model_config
+    return bool(model.is_attention_free and model.has_inner_state)
+
+
 def _mixes_windows(config: VllmConfig) -> bool:
     layers = getattr(config.model_config.hf_text_config, "layer_types", None) or ()
     return {"sliding_attention", "full_attention"} <= set(layers)
@@ -249,6 +254,11 @@ def _settle(config: VllmConfig) -> None:
         if _is_hybrid(config):
             raise ValueError(f"{CONNECTOR} cannot serve this hybrid model: {_problem}")
         return
+    if _is_recurrent(config):
+        raise ValueError(
+            f"{CONNECTOR} cannot serve a model of recurrent layers alone: a prompt is found by its "
+            "attention pages, and there are none; remove --kv-transfer-config."
+        )
     if _is_hybrid(config):
         _settle_hybrid(config)
     elif config.scheduler_config.disable_hybrid_kv_cache_manager is not False:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.identity.model_code import classes_of
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, tensors_identity
-from vllm_patch import partial_hits, sessions, sleep
+from vllm_patch import kimi_k3, partial_hits, sessions, sleep
 from vllm_patch.configuration import CONNECTOR, is_ours
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def _load_model(
     LOADED.note(model_config, None)
     with _noted(loader):
         model = load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+    kimi_k3.write_windows_as_they_are_read(model)
     if LOADED.of(model_config) is None and type(loader).__name__ in _WHOLE:
         LOADED.note(model_config, tensors_identity(model), classes_of(model))
     if hasattr(model, "load_weights"):

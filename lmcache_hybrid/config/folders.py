@@ -3,12 +3,14 @@
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY, TRUSTED_OWNER_KEY
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
 logger = init_logger("vllm.lmcache_hybrid.config.folders")
+
+
+# File systems of a server, as /proc/mounts names them.
+_NETWORK = re.compile(r"(nfs|cifs|smb|lustre|ceph|gpfs|beegfs|wekafs|afs|fuse\.(?!.*overlayfs)).*")
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,32 @@ def _probe(option: str, path: str) -> None:
         )
 
 
+def file_system_of(path: str) -> str:
+    """Return the kind of file system that a path lies on, as /proc/mounts says; "" if unknown."""
+    real = os.path.realpath(path)
+    above = [
+        each
+        for each in psutil.disk_partitions(all=True)
+        if os.path.commonpath([real, each.mountpoint]) == each.mountpoint
+    ]
+    # Of two mounts at one place the later one is seen.
+    mount = max(reversed(above), key=lambda each: len(each.mountpoint), default=None)
+    return mount.fstype if mount else ""
+
+
+def _warn_of_network(path: str) -> None:
+    """Warn where a server has the disk: LMCache's threads and the model's wait for it together."""
+    if _NETWORK.fullmatch(kind := file_system_of(path)):
+        logger.warning_once(
+            "LMCache option local_disk=%r is on a network file system (%s): while its server does "
+            "not answer, this engine answers nobody. Choose a disk of this machine, or "
+            "remote_url: fs://localhost:0%s, which such times turn into misses.",
+            path,
+            kind,
+            path,
+        )
+
+
 def check_folder(option: str, path: str, trusted: int | None = None) -> None:
     """Create the folder if it is missing, readable by this user only, and write a probe into it.
 
@@ -161,6 +193,8 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
             f"({getattr(error, 'strerror', error)}); "
             f"make {'room there' if full else 'it a writable directory'} or choose another."
         ) from error
+    if option == "local_disk":
+        _warn_of_network(path)
     if status.st_uid not in (os.geteuid(), 0):
         if status.st_uid != trusted:
             raise ConfigError(

@@ -5,6 +5,7 @@ import copy
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.config import own_options
 from lmcache_hybrid.config.container import memory_limit
-from lmcache_hybrid.config.folders import check_folder, trusted_owner
+from lmcache_hybrid.config.folders import check_folder, file_system_of, trusted_owner
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.lmcache_options import EXTRA_OPTIONS, OPTIONS, LMCacheOption
 from lmcache_hybrid.config.lmcache_values import (
@@ -284,7 +285,7 @@ def _checks(
     yield partial(_check_api_server, config, ranks)
     yield partial(_check_remote, config)
     yield partial(_check_memory, config, ranks)
-    yield partial(_check_disk, config)
+    yield partial(_check_disk, config, ranks)
     yield partial(_check_policy, config)
     yield partial(_check_locations, config)
     if block_size is not None:
@@ -475,9 +476,21 @@ def _check_memory(config: "LMCacheEngineConfig", ranks: int) -> None:
             f"{taken / 1e9:.1f} GB on {each}, more than the {whole / 1e9:.1f} GB that this "
             "machine or its container has; set it to less."
         )
+    folders = config.local_disk.split(",") if config.local_disk else ()
+    kinds = {each.strip(): file_system_of(each.strip()) for each in folders}
+    in_memory = [each for each, kind in kinds.items() if kind in ("tmpfs", "ramfs")]
+    files = (config.max_local_disk_size or 0) * (1 << 30) if in_memory else 0
+    if ranks * (taken + files) > whole:
+        raise ConfigError(
+            f"LMCache option local_disk={in_memory[0]!r} is memory ({kinds[in_memory[0]]}), and "
+            f"takes {ranks * (taken + files) / 1e9:.1f} GB with max_local_disk_size="
+            f"{config.max_local_disk_size} and max_local_cpu_size={config.max_local_cpu_size}, "
+            f"more than the {whole / 1e9:.1f} GB that this machine or its container has; choose a "
+            "disk, or set them to less."
+        )
 
 
-def _check_disk(config: "LMCacheEngineConfig") -> None:
+def _check_disk(config: "LMCacheEngineConfig", ranks: int) -> None:
     if not config.local_disk:
         return
     if not (config.max_local_disk_size or 0) > 0:
@@ -496,5 +509,17 @@ def _check_disk(config: "LMCacheEngineConfig") -> None:
             f"LMCache option extra_config.{_DISK_THREADS}={threads!r} is no number of threads for "
             "local_disk; write a whole number from 1 without quotes, or remove it."
         )
-    for folder in folders_in("LMCache option local_disk", config.local_disk):
+    folders = folders_in("LMCache option local_disk", config.local_disk)
+    for folder in folders:
         check_folder("local_disk", folder, trusted_owner(config))
+    disks = {os.stat(folder).st_dev: shutil.disk_usage(folder).total for folder in folders}
+    there, wanted = sum(disks.values()), ranks * config.max_local_disk_size * (1 << 30)
+    if wanted > there:
+        logger.warning_once(
+            "LMCache option max_local_disk_size=%s takes up to %.1f GB (%d ranks), more than the "
+            "%.1f GB of the disk: it will be filled to its end, also for others. Set it to less.",
+            config.max_local_disk_size,
+            wanted / 1e9,
+            ranks,
+            there / 1e9,
+        )

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE, options_in_file
@@ -221,6 +222,7 @@ def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterat
     yield from _misspelt("kv_connector_extra_config", _LMCACHE, extra)
     yield from _misspelt("LMCache's file", "", in_file)
     yield from _twice("LMCache's file", in_file)
+    yield from _replaced(extra, environment, in_file)
     empty = [str(name) for name, value in in_file.items() if value is None]
     for table in _lmcache_extras(extra, environment, in_file):
         yield from _misspelt("LMCache's extra_config", "", table)
@@ -347,22 +349,45 @@ def _unquoted(text: Any) -> Any:
         return text[1:-1]
 
 
+def _replaced(
+    extra: Mapping[str, Any], environment: Mapping[str, str], in_file: Mapping[Any, Any]
+) -> Iterator[str]:
+    """Yield a sentence where an ``extra_config`` loses what a farther one has.
+
+    LMCache reads the nearest alone. This package's options are read in all of them.
+    """
+    for (far, has), (near, reads) in pairwise(_extras(extra, environment, in_file)):
+        lost = [str(key) for key in has if key not in reads and not is_own(str(key))]
+        if lost:
+            yield (
+                f"{near} takes the place of {far}, and lacks {', '.join(lost)}; write all of it in "
+                "one of the two."
+            )
+
+
 def _lmcache_extras(
     extra: Mapping[str, Any], environment: Mapping[str, str], in_file: Mapping[Any, Any]
 ) -> Iterator[Mapping[Any, Any]]:
     """Yield each ``extra_config`` of LMCache's, the nearest last.
 
-    LMCache reads the nearest alone; a key file in another would be lost without a word. It refuses
-    malformed ones.
+    LMCache reads the nearest alone; a key file in another would be lost without a word.
     """
-    for value in (
-        in_file.get("extra_config"),
-        environment.get("LMCACHE_EXTRA_CONFIG"),
-        extra.get(f"{_LMCACHE}extra_config"),
+    return (table for _, table in _extras(extra, environment, in_file))
+
+
+def _extras(
+    extra: Mapping[str, Any], environment: Mapping[str, str], in_file: Mapping[Any, Any]
+) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield each with its place. LMCache refuses malformed ones."""
+    own_key, variable = f"{_LMCACHE}extra_config", "LMCACHE_EXTRA_CONFIG"
+    for where, value in (
+        ("extra_config in LMCache's file", in_file.get("extra_config")),
+        (variable, environment.get(variable)),
+        (own_key, extra.get(own_key)),
     ):
         try:
             read = json.loads(_unquoted(value)) if isinstance(value, str) else value
         except ValueError:
             continue
         if isinstance(read, dict):
-            yield read
+            yield where, read

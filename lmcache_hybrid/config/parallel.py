@@ -135,10 +135,11 @@ def check_prefix_cache(vllm_config: "VllmConfig") -> None:
 def local_ranks(vllm_config: "VllmConfig") -> int:
     """Return the ranks of this engine on this machine, 1 where Ray places them.
 
-    How many engines of data parallelism are beside it, vLLM tells no engine.
+    With those of the engines of data parallelism beside it, as far as vLLM tells an engine: it does
+    for models with experts.
     """
     parallel = getattr(vllm_config, "parallel_config", None)
     if parallel is None or placed_by_ray(parallel):
         return 1
-    ranks: int = parallel.local_world_size
+    ranks: int = parallel.local_world_size * max(1, parallel.data_parallel_size_local or 1)
     return ranks

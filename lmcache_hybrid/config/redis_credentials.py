@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps user, password and TLS of Redis out of URLs, command lines and LMCache's logs."""
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, unquote, unquote_plus, urlsplit
 
+from redis import ConnectionPool, CredentialProvider, RedisError
 from redis.connection import URL_QUERY_ARGUMENT_PARSERS, parse_url
 
 from lmcache_hybrid.core.errors import ConfigError
@@ -22,7 +24,7 @@ SEVERAL_HOSTS = ("redis-cluster", "redis-sentinel")
 # Keys of LMCache's extra_config that its Redis plugin reads a URL from.
 PLUGIN_URLS = ("remote_storage_plugin.redis.redis_url", "redis_url")
 # Keys of LMCache's extra_config that its S3 client reads a login from.
-S3_KEYS = ("aws_access_key_id", "aws_secret_access_key")
+S3_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 # What redis-py reads from a URL's query.
 IN_QUERY = {*URL_QUERY_ARGUMENT_PARSERS, "client_name", "username", "password"}
 # redis-py also takes a password there: unix:///run/redis.sock?password=...
@@ -38,6 +40,23 @@ _SECRETS = re.compile(
 
 # (user, password) that :func:`hide_passwords` took out of a URL, by the remaining URL.
 _hidden: dict[str, tuple[str, str]] = {}
+
+
+class _InFile(str):
+    """A password that a file has; see :func:`read_again`."""
+
+
+class _LoginOfFile(CredentialProvider):
+    """Reads the file for each connection, because what mounts a secret also replaces it."""
+
+    def __init__(self, user: str | None, password: str) -> None:
+        self._user, self._first = user, password
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._first
+        with contextlib.suppress(ConfigError):  # it is being replaced
+            password = _password()
+        return (self._user, password) if self._user else (password,)
 
 
 class _Hidden(str):
@@ -96,12 +115,21 @@ def connection_options(url: str) -> dict[str, Any]:
     return options
 
 
+def read_again(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a connection which reads a file's password whenever it connects."""
+    if not isinstance(options.get("password"), _InFile):
+        return options
+    options = dict(options)
+    login = _LoginOfFile(options.pop("username", None), options.pop("password"))
+    return options | {"credential_provider": login}
+
+
 def _password() -> str:
     path = os.environ.get(PASSWORD_FILE)
     if not path:
         return os.environ.get(PASSWORD, "").removesuffix("\n")
     try:
-        return Path(path).read_text().removesuffix("\n")
+        return _InFile(Path(path).read_text().removesuffix("\n"))
     except (OSError, UnicodeDecodeError) as error:
         shown = f"={path!r}" if is_path(path) else ""  # it may be the password itself
         raise ConfigError(
@@ -183,7 +211,26 @@ def split_url(url: str) -> SplitResult:
             raise ValueError(f"{error}".rstrip(".") + "; correct it") from None
         if parts.scheme != "unix" and parts.path.strip("/") and "db" not in read:
             raise ValueError("its database is not a number; write one, as in redis://host:6379/0")
+        _check_query(url, read)
     return parts
+
+
+def _check_query(url: str, read: dict[str, Any]) -> None:
+    """Raise ValueError if redis-py's connections do not take what a URL's query sets."""
+    for name in ("decode_responses", "protocol"):  # records are bytes, and read by our own client
+        if name in read:
+            raise ValueError(f"its setting {name} is not for records; remove it")
+    pool = ConnectionPool.from_url(url)
+    try:
+        pool.connection_class(**pool.connection_kwargs)  # connects to nothing
+    except TypeError as error:
+        name = f"{error}".rpartition("argument ")[2]
+        raise ValueError(
+            f"its setting {name} is none of Redis' connections; remove it, and write rediss:// for "
+            "TLS"
+        ) from None
+    except RedisError as error:
+        raise ValueError(f"{error}".rstrip(".") + "; correct it") from None
 
 
 def hide_passwords(config: "LMCacheEngineConfig") -> None:

@@ -106,7 +106,8 @@ class SchedulerCounts:
     skipped_requests: Counter[str] = _split(
         "Requests that are not looked up or not stored, by reason.",
         "reason",
-        "short uncacheable adapter skip_reading read_only priority skip_save reset".split(),
+        "short uncacheable adapter skip_reading read_only priority skip_save reset "
+        "skipped_step".split(),
     )
     skipped_loads: Counter[str] = _split(
         "Hits that were computed because that is faster (hybrid_load_policy), by backend.",

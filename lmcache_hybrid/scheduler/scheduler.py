@@ -2,11 +2,12 @@
 """Scheduler side of the connector: lookups, loads and saves of all requests."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import KVConnectorBlockState
+from vllm.v1.request import RequestStatus
 
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
@@ -276,6 +277,11 @@ class HybridScheduler:
     def end_reset(self, done: bool) -> None:
         """Serve again if every rank was reset; else serve nothing until a reset succeeds."""
         self.closed = not done
+        if done and not self._options.save:
+            logger.warning(
+                "This engine stores nothing, and since the reset it looks for records that no "
+                "engine writes: no prompt hits until it is restarted."
+            )
         if not done:
             logger.error(
                 "A reset of all caches failed: this engine computes every prompt and stores "
@@ -289,6 +295,8 @@ class HybridScheduler:
         """Return the step's work for the workers, and forget it here."""
         saves: list[SaveSpec] = []
         block_state = output.kv_connector_block_state
+        if self.drafter.forgets and self._options.save_decode and self._plan.states:
+            self._leave_skipped(output.num_scheduled_tokens)
         if block_state is not None and (self._may_store or block_state.boundary_state_offloads):
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
         self.prefills.step()
@@ -352,6 +360,16 @@ class HybridScheduler:
                 self._may_store[request_id] = None
             else:
                 self._may_store.pop(request_id, None)
+
+    def _leave_skipped(self, scheduled: Mapping[str, int]) -> None:
+        """Store no more of answers that a step leaves out: see :attr:`Drafter.forgets`."""
+        for request_id, tracker in self._trackers.items():
+            request = tracker.request
+            running = request.status == RequestStatus.RUNNING and request.num_output_tokens
+            if running and tracker.save and request_id not in scheduled:
+                tracker.leave_store()
+                with self.ledger as counts:
+                    counts.skipped_requests["skipped_step"] += 1
 
     def _drop_offers(self, tracker: RequestTracker | None, offers: Sequence[Offer]) -> None:
         """Count handed-off states of a request that does not run, unless it saves none."""

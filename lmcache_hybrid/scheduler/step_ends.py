@@ -30,17 +30,23 @@ class Drafter:
             modules. A step that leaves fewer is shortened, down to no token.
         look_ahead: tokens behind a boundary that vLLM's hash there covers, so that it need not
             give up a block. The hash exists once they are known.
+        forgets: vLLM's V1 runner forgets how many drafts it accepted of a request that a step
+            leaves out, and goes on from the state before them.
     """
 
     drops_block: bool = False
     runway: int = 0
     look_ahead: int = 0
+    forgets: bool = False
 
     @classmethod
     def of(cls, config: "VllmConfig") -> "Drafter":
         """Read the engine's drafter; without one nothing changes."""
         return cls(
-            drops_block(config), config.num_prefill_lookahead_tokens, hash_look_ahead(config)
+            drops_block(config),
+            config.num_prefill_lookahead_tokens,
+            hash_look_ahead(config),
+            bool(config.speculative_config) and not config.use_v2_model_runner,
         )
 
     def longest_without_state(self, unit: int) -> int:

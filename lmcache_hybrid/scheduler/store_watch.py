@@ -67,7 +67,7 @@ class StoreWatch:
     def __init__(
         self, plan: GroupPlan, options: Options, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._unit = plan.unit or plan.block_size
+        self._block_size, self._unit = plan.block_size, plan.unit or plan.block_size
         helps = plan.with_unit(1).unit and not plan.unit
         self._finer = suggested_unit(plan.block_size) if helps else 0
         self._options, self._clock = options, clock
@@ -78,20 +78,24 @@ class StoreWatch:
 
     def answered(self, tracker: RequestTracker, asked: LookupRequest, result: LookupResult) -> None:
         """Take a prompt's lookup result."""
+        why = None
         if result.boundary or result.tail:
             tracker.found = self._found = self._holds = True
-            if self._missed.count:
-                self._end(self._missed, "LMCache serves hits again.")
-            return
-        why = None
-        if result.attention:
+            if not self._is_short(asked, result):
+                if self._missed.count:
+                    self._end(self._missed, "LMCache serves hits again.")
+                return
+            why = "few"
+        elif result.attention:
             tracker.found = self._found = self._holds = True
             why = "states"
         elif not result.available:
             why = "silent"
             self._unstored.why[why] += 1
-        # Count only prompts with a boundary to hit and without local blocks.
-        could_hit = not asked.floor and (asked.limit or asked.limit_tail)
+        # Count prompts with a boundary to hit. Local blocks show that this engine has computed the
+        # prompt before, and tell of the store only where another engine fills it.
+        could_hit = (asked.limit, asked.limit_tail) > (asked.floor, 0)
+        could_hit = could_hit and not (asked.floor and self._options.save)
         is_first = not (tracker.logged or tracker.request.skip_reading_prefix_cache)
         spell = self._missed
         # Another engine fills the store of one that stores nothing, with the same prompts.
@@ -99,9 +103,10 @@ class StoreWatch:
         look = fed and could_hit and is_first and spell.add(why)
         if look and self._is_due(spell, LOOKUPS, LOOKUPS):
             nothing = "nothing" if self._holds else "unfed"
-            spell.why[nothing] = spell.count - spell.why["states"] - spell.why["silent"]
+            known = sum(spell.why[each] for each in ("states", "silent", "few"))
+            spell.why[nothing] = spell.count - known
             which = "LMCache holds records" if self._holds else "This engine stores nothing itself"
-            self._warn(f"{which}, and none of the last {spell.count} lookups was a hit", spell)
+            self._warn(f"{which}, and none of the last {spell.count} lookups led to a load", spell)
 
     def ended(self, tracker: RequestTracker) -> None:
         """Take a request that has ended."""
@@ -141,6 +146,11 @@ class StoreWatch:
         self._holds = self._found = False
         self._unstored, self._missed = Spell(), Spell()
 
+    def _is_short(self, asked: LookupRequest, result: LookupResult) -> bool:
+        """Whether a hit is too short to be loaded, past what vLLM has itself."""
+        found = result.tokens(self._block_size) - asked.floor * self._block_size
+        return 0 < found < self._options.min_retrieve_tokens
+
     def _is_due(self, spell: Spell, most: int, few: int) -> bool:
         now = self._clock()
         if spell.count == LOOK:
@@ -176,11 +186,14 @@ class StoreWatch:
             "silent": f"ranks gave no answer to {times} lookups",
             "save": f"ranks skipped {times} saves ({name})",
             "write": f"{name} failed to write {times} records",
+            "few": f"{times} hits had fewer than min_retrieve_tokens="
+            f"{self._options.min_retrieve_tokens} to load past vLLM's own cache; lower it",
             "states": f"of {times} there are attention pages, but no state that far",
             "nothing": f"of {times} nothing was found: no prompt so far began as an earlier one of "
             "its cache_salt, LoRA adapter and tags, or its records were evicted",
             "unfed": f"of {times} nothing was found: no engine fills this store, or one whose "
-            "records have another fingerprint (both logs say it) or other block hashes",
+            "records have another fingerprint (both logs say it) or other block hashes, or prompts "
+            "come before their records: such an engine answers before it has written",
         }[kind]
 
     def _end(self, spell: Spell, text: str) -> None:

@@ -328,7 +328,7 @@ def test_a_read_only_disk_serves_what_it_holds(site: Site) -> None:
         # A damaged record that cannot be deleted is not promised twice.
         site.fails(lambda: site.engine.ask(damaged.ids), damaged, "^checksum")
         site.misses(damaged)
-    assert site.engine.log.count("cannot be written") == 1
+    assert site.engine.log.count("cannot be written (Read-only file system)") == 1
     site.recovers(new, damaged)
 
 

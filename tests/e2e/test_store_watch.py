@@ -43,7 +43,7 @@ def test_an_engine_says_what_stops_it_and_when_that_is_over(model_dir: Path) -> 
         engine.ask_many(prompts(20, size + 1), max_tokens=1)
         engine.settle()
         assert "LMCache stores prompts again." in engine.log
-        assert "none of the last 20 lookups was a hit" in engine.log
+        assert "none of the last 20 lookups led to a load" in engine.log
         assert "of 20 nothing was found" in engine.log
         engine.forget()
         assert engine.ask(first).external == 3 * size

@@ -4,14 +4,18 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import nn
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.model_executor.layers.mamba.kda_checkpoint import FlashKDAPrefillCheckpointExporter
+from vllm.models.kimi_k3.nvidia import kda
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.gpu_worker import Worker
@@ -26,7 +30,7 @@ from tests.sim.setup import Setup, base_config
 from tests.sim.shrunk import SHRUNK
 from tests.sim.storage import N, Pool, close_storage
 from tests.unit.helpers import STATE_SPEC, engine_config
-from vllm_patch import compat, cpu, events, look_ahead, partial_hits, sessions, sleep
+from vllm_patch import compat, cpu, events, kimi_k3, look_ahead, partial_hits, sessions, sleep
 
 from .repair import Repair, shows_bug_of, without
 
@@ -182,7 +186,7 @@ def test_a_state_is_published_where_the_next_step_ends(simulation):
 
 
 @shows_bug_of(compat.part_chunks_of_two_blocks)
-def test_a_chunk_of_two_blocks_writes_a_checkpoint_over_its_own_end(simulation):
+def test_a_chunk_of_two_columns_writes_a_checkpoint_over_its_own_end(simulation):
     without(simulation, compat.part_chunks_of_two_blocks)
     run = Run(Setup(groups="sa", drafts=1, interior=1, batch=2 * N, blocks=80), Tally())
     (engine,) = run.engines
@@ -377,6 +381,18 @@ def test_a_sleep_frees_pages_that_a_connector_still_uses(monkeypatch):
     inspect.unwrap(Worker.sleep)(worker)
     assert "freed" in told
     return told.index("freed") == 0
+
+
+@shows_bug_of(kimi_k3.write_windows_as_they_are_read)
+def test_a_checkpoint_of_kimi_k3_fills_the_room_for_drafts():
+    """Seen in its source: the kernels need a GPU."""
+    layer = nn.Module()
+    layer.conv_size, layer._checkpoint_exporter = 4, FlashKDAPrefillCheckpointExporter()
+    kimi_k3.write_windows_as_they_are_read(nn.Sequential(layer, nn.Linear(1, 1)))
+    assert layer._checkpoint_exporter == FlashKDAPrefillCheckpointExporter(state_len=3)
+    source = Path(kda.__file__).read_text()
+    assert "FlashKDAPrefillCheckpointExporter(" in source
+    return "FlashKDAPrefillCheckpointExporter()" in source
 
 
 @shows_bug_of(partial_hits.copy_whole_pages)

@@ -87,13 +87,17 @@ def test_refuses_hosts_without_a_port(scheme, hosts):
         ("u:secret@host:1,redis://other:2", "it names several servers"),
         ("host?db=abc", "in connection URL; correct it."),
         ("host:1?socket_timeout=x", "in connection URL; correct it."),
+        ("host:1?timeout=5", "its setting 'timeout' is none of Redis' connections"),
+        ("host:1?decode_responses=true", "its setting decode_responses is not for records"),
+        ("$(REDIS_HOST):6379", "has $(REDIS_HOST):6379 in it, which is taken as it is written"),
+        (":${REDIS_PASSWORD}@host:6379", "has ${REDIS_PASSWORD} in it"),
     ],
 )
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
 def test_refuses_what_redis_py_would_take_for_the_first_database(scheme, rest, wrong):
     message = refusal(remote_url=f"{scheme}://{rest}")
     assert_one_sentence(message.replace("://", ""))
-    assert f"LMCache option remote_url='{scheme}://host" in message and wrong in message
+    assert f"LMCache option remote_url='{scheme}://" in message and wrong in message
     assert "secret" not in message
 
 
@@ -106,6 +110,8 @@ def test_refuses_what_redis_py_would_take_for_the_first_database(scheme, rest, w
             "redis://me:p,w@host:6379",
             "redis-sentinel://me:pw@a:1,b:2",
             "redis-cluster://a:1",
+            "redis-cluster://[fd00::1]:6379,[fd00::2]:6379",
+            "rediss://:$ecret@host?ssl_cert_reqs=none&health_check_interval=2",
             "valkey://host:6379",
         ),
     ],
@@ -115,6 +121,7 @@ def test_serves_each_form_of_a_redis_url(url):
 
 
 S3 = {"remote_url": "s3://records.s3.eu-west-1.amazonaws.com"}
+OF_S3 = {"s3_region": "eu-west-1"}
 
 
 @pytest.mark.parametrize("chunk_meta", [{}, {"save_chunk_meta": False}], ids=str)
@@ -125,7 +132,11 @@ def test_serves_a_bucket_with_lmcaches_options(url, chunk_meta):
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://", "s3://user:secret@b.s3", "s3://b.s3/folder", "s3://b.s3/", "s3://b.s3?x=1"]
+    "url",
+    [
+        *("s3://", "s3://user:secret@b.s3", "s3://b.s3/folder", "s3://b.s3/", "s3://b.s3?x=1"),
+        *("s3://bucket", "s3://s3.eu-west-1.amazonaws.com"),
+    ],
 )
 def test_refuses_a_bucket_that_is_no_host_name(url):
     message = refusal(remote_url=url, extra_config={"s3_region": "eu-west-1"})
@@ -138,15 +149,17 @@ def test_refuses_a_bucket_that_is_no_host_name(url):
     [
         ({}, "extra_config.s3_region is not set"),
         ({"s3_region": None}, "extra_config.s3_region is not set"),
-        ({"s3_region": "x", "save_chunk_meta": True}, "extra_config.save_chunk_meta=True"),
-        ({"s3_region": "x", "s3_num_io_threads": "many"}, "s3_num_io_threads='many'"),
-        ({"s3_region": "x", "s3_num_io_threads": 0}, "s3_num_io_threads=0"),
+        ({"s3_region": "us-east-1"}, "set it to eu-west-1"),
+        (OF_S3 | {"aws_session_token": "IQoJ"}, "extra_config.aws_session_token is read by nobody"),
+        (OF_S3 | {"save_chunk_meta": True}, "extra_config.save_chunk_meta=True"),
+        (OF_S3 | {"s3_num_io_threads": "many"}, "s3_num_io_threads='many'"),
+        (OF_S3 | {"s3_num_io_threads": 0}, "s3_num_io_threads=0"),
     ],
 )
 def test_refuses_options_with_which_lmcache_would_do_without_the_bucket(extra, setting):
     message = refusal(**S3, extra_config=extra)
     assert_one_sentence(message.replace("://", ""))
-    assert setting in message
+    assert setting in message and "IQoJ" not in message
 
 
 @pytest.mark.parametrize(

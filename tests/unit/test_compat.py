@@ -290,6 +290,37 @@ def test_no_chunk_is_shortened_to_nothing(monkeypatch, start, count, shortened, 
         assert found == (expected if ours else shortened)
 
 
+@pytest.mark.parametrize(
+    "start, count, drafts, expected",
+    [
+        (16, 32, 1, 16),
+        (16, 40, 1, 40),  # three columns
+        (16, 24, 1, 16),  # media without room ended it inside a block
+        (24, 40, 1, 8),
+        (16, 16, 1, 16),
+        (16, 32, 2, 32),
+        (64, 35, 1, 35),  # the last one
+    ],
+)
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_chunk_does_not_go_on_for_two_columns(
+    monkeypatch, start, count, drafts, expected, checkpoints
+):
+    """A prompt of 99 tokens, blocks of 16."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "_reserve_prefill_lookahead", lambda *arguments: arguments[-1])
+    compat.part_chunks_of_two_blocks()
+    request = SimpleNamespace(num_prompt_tokens=99, num_tokens=99)
+    for name in ("LMCacheConnectorV1", "NixlConnector"):
+        scheduler = scheduler_of(name, cache_config=SimpleNamespace(block_size=16))
+        scheduler.num_spec_tokens = drafts
+        scheduler.mamba_has_prefill_checkpoint_blocks = checkpoints
+        found = Scheduler._reserve_prefill_lookahead(scheduler, request, start, count)
+        ours = checkpoints and name == "LMCacheConnectorV1"
+        assert found == (expected if ours else count)
+
+
 @pytest.mark.parametrize("late, drafters", [(0, True), (2, True), (2, False)])
 def test_a_boundary_that_was_reached_counts_until_its_state_is_published(
     monkeypatch, late, drafters

@@ -7,7 +7,9 @@ from vllm import envs
 
 from lmcache_hybrid.worker import fingerprint
 
-FORMAT = re.compile(r"QUANT|FP8|FP4|INT[348]|W\d?A\d|A16|BMM|DTYPE|PRECISION|CAST|SITU|WNA|E8M0")
+FORMAT = re.compile(
+    r"QUANT|FP8|FP4|INT[348]|W\d?A\d|A16|BMM|DTYPE|PRECISION|CAST|SITU|WNA|E8M0|DISABLED_KERNELS"
+)
 
 # Why these do not count.
 _AT_LOAD = "the same values, made when weights are loaded or in every step"

@@ -3,13 +3,15 @@
 
 import errno
 import os
+import shutil
 import stat
 from types import SimpleNamespace
 
 import pytest
 
 from lmcache_hybrid.config import folders
-from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
+from lmcache_hybrid.config import lmcache_config as settled
+from lmcache_hybrid.config.lmcache_config import refusals, settle_lmcache_config
 from lmcache_hybrid.config.stores import shared_folders
 
 from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal
@@ -33,6 +35,46 @@ def test_refuses_a_folder_that_cannot_be_written(option, tmp_path):
     message = refusal(**{option: value}, max_local_disk_size=1.0)
     assert_one_sentence(message)
     assert f"{option}='{path}' cannot be written (Not a directory)" in message
+
+
+@pytest.mark.parametrize(
+    "option, kind, warned",
+    [
+        ("local_disk", "nfs4", True),
+        ("local_disk", "fuse.juicefs", True),
+        ("local_disk", "ext4", False),
+        ("local_disk", "fuse.fuse-overlayfs", False),
+        ("remote_url", "nfs4", False),
+    ],
+)
+def test_a_disk_on_a_server_is_warned_of(option, kind, warned, tmp_path, monkeypatch, hybrid_log):
+    """Of two file systems at one place the later one is seen."""
+    mounts = [("/", "ext4"), (str(tmp_path), "xfs"), (str(tmp_path), kind), ("/elsewhere", "nfs")]
+    found = [SimpleNamespace(mountpoint=place, fstype=fstype) for place, fstype in mounts]
+    monkeypatch.setattr(folders.psutil, "disk_partitions", lambda all: found)
+    folders.check_folder(option, str(tmp_path / "records"))
+    said = [each.getMessage() for each in hybrid_log.records]
+    assert [f"on a network file system ({kind})" in each for each in said] == [True] * warned
+
+
+def test_a_disk_that_is_memory_counts_as_memory(tmp_path, monkeypatch):
+    settings = dict(local_disk=str(tmp_path), max_local_cpu_size=1.0, max_local_disk_size=3.0)
+    monkeypatch.setattr(settled, "memory_limit", lambda: 4.1 * (1 << 30))
+    for kind, ranks, refused in (("tmpfs", 1, False), ("tmpfs", 2, True), ("ext4", 2, False)):
+        monkeypatch.setattr(settled, "file_system_of", lambda path, kind=kind: kind)
+        found = refusals(lmcache_config(**settings), None, ranks)
+        assert [f"={str(tmp_path)!r} is memory (tmpfs)" in each for each in found] == [True][
+            not refused :
+        ]
+
+
+def test_a_disk_that_is_smaller_than_what_ranks_may_take_is_warned_of(tmp_path, hybrid_log):
+    size = shutil.disk_usage(tmp_path).total / (1 << 30)
+    config = lmcache_config(local_disk=str(tmp_path), max_local_disk_size=size / 2)
+    for ranks in (1, 3):
+        assert refusals(config, None, ranks) == []
+    (line,) = [each.getMessage() for each in hybrid_log.records]
+    assert "(3 ranks), more than the" in line and "Set it to less" in line
 
 
 def test_folders_above_are_not_made(tmp_path):

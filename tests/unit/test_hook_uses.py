@@ -27,6 +27,7 @@ OTHERS = {
     "get_extra_config_value",  # LMCache makes this method of _get_extra_config_value
     *("ray", "get_node_ip_address"),  # ray, as vLLM imports it in vllm.v1.executor.ray_utils
     "hip",  # torch.version
+    *("disk_partitions", "fstype", "mountpoint"),  # psutil
     "start_mark",  # of yaml's nodes
     "verify_message",  # ssl, of an error
     *("auto_map", "layer_types"),  # transformers

@@ -146,6 +146,26 @@ def test_reads_and_writes_log_in(box, servers, kind, tmp_path, monkeypatch, cert
     assert connect(servers[kind].url).ping()
 
 
+@pytest.mark.parametrize("kind", ["one", "cluster", "sentinels"])
+def test_a_password_that_is_replaced_in_its_file_is_read_again(
+    box, servers, kind, tmp_path, monkeypatch, certificate
+):
+    """Kubernetes replaces the file of a secret; connections that are open stay logged in."""
+    log_in(monkeypatch, tmp_path, certificate, kind)
+    filled = written(box(servers[kind].url))
+    clients = [node.client for node in servers[kind].nodes]
+    try:
+        for client in clients:
+            client.acl_setuser("hybrid", True, passwords=["+new", f"-{PASSWORD}"])
+            client.execute_command("CLIENT", "KILL", "USER", "hybrid")
+        (tmp_path / "password").write_text("new\n")
+        put(filled.store, KEYS, SIZE)
+        assert until(lambda: filled.store.locate([*KEYS, *MANY]).keys() == {*KEYS, *MANY}, 30.0)
+    finally:
+        for client in clients:
+            client.acl_setuser("hybrid", True, passwords=[f"+{PASSWORD}", "-new"])
+
+
 @pytest.mark.parametrize("kind", ["one", "cluster"])
 def test_without_the_password_nothing_is_stored(box, servers, kind):
     filled = box(servers[kind].url)

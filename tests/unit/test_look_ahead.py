@@ -9,11 +9,15 @@ from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from lmcache_hybrid.config import drafts
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY
+from lmcache_hybrid.scheduler.prompt import extended, inner_hashes, prefix_of
 from lmcache_hybrid.scheduler.step_ends import Drafter, StepEnds
 from lmcache_hybrid.worker import fingerprint
 from vllm_patch import look_ahead
 
-from .helpers import N
+from .helpers import N, make_request
+from .scheduler_rig import Rig
+from .test_inside_blocks import INSIDE, UNIT
+from .test_kv_events import EventRig, saved
 
 LOOKS = hasattr(VllmConfig, "num_hash_lookahead_tokens")
 of_033 = pytest.mark.skipif(not LOOKS, reason="vLLM hashes look ahead since 0.33")
@@ -212,3 +216,51 @@ def test_records_under_other_rules_have_other_names():
         for ahead in ({}, *({"num_hash_lookahead_tokens": tokens} for tokens in (0, 1, 2)))
     ]
     assert named[0] == named[1] and len(set(named)) == 3
+
+
+# Blocks without a hash
+
+
+def request_of(tokens: int, ahead: int, unit: int = N):
+    """A request with hashes up to the last that covers ``ahead`` known tokens."""
+    request = make_request(tokens=tokens, hash_block_size=unit)
+    del request.block_hashes[max(0, tokens - ahead) // unit :]
+    return request
+
+
+@pytest.mark.parametrize("more, blocks", [(-1, 2), (0, 2), (1, 3), (2, 3)])
+def test_a_prompts_blocks_are_those_with_a_hash(more, blocks):
+    prefix = prefix_of(request_of(3 * N + more, ahead=1), N, 1)
+    assert len(prefix.hashes) == blocks
+    assert prefix.hashes == prefix_of(make_request(tokens=3 * N + more), N, 1).hashes[:blocks]
+
+
+def test_a_prefix_grows_up_to_the_last_hash():
+    request = request_of(3 * N, ahead=1)
+    prefix = extended(prefix_of(request, N, 1), request, 3, 1)
+    assert len(prefix.hashes) == 2
+    request.append_output_token_ids(5)
+    assert len(extended(prefix, request, 3, 1).hashes) == 3
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("more", range(4))
+def test_boundaries_inside_a_block_have_a_hash(ahead, more):
+    rig = Rig(1, INSIDE, UNIT)
+    rig.scheduler.drafter = Drafter(runway=ahead, look_ahead=ahead)
+    request = request_of(N + 2 * UNIT + more, ahead, UNIT)
+    tracker = rig.scheduler._track(request)
+    assert tracker.inner == (N + 2 * UNIT + more - ahead) // UNIT * UNIT
+    assert inner_hashes(request, range(UNIT, tracker.inner + 1, UNIT), INSIDE)
+
+
+# Events
+
+
+@of_033
+def test_events_name_the_tokens_that_a_hash_covers():
+    rig, request = EventRig(look_ahead=1), make_request(tokens=3 * N + 1)
+    saved(rig, request, 3)
+    events = rig.stored(request, 3, states=(3,))
+    ahead = {tuple(event.token_ids): event.lookahead_token_ids for event in events}
+    assert ahead == {tuple(range(i * N, (i + 1) * N)): [[(i + 1) * N]] for i in range(3)}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
+from torch import nn
 from vllm.config import KVTransferConfig
 
 from lmcache_hybrid.config.check import checked_options
@@ -111,6 +112,21 @@ class Written:
         with pytest.raises(ConfigError) as error:
             load_lmcache_config(vllm_config(transfer(**self.extra)))
         return str(error.value)
+
+
+def test_an_extra_config_that_loses_another_ones_options_is_refused(written):
+    """LMCache reads the nearest alone, and this package's options in each."""
+    written.add(in_files_extra, "s3_region", "eu-west-1")
+    written.add(in_files_extra, POLICY_KEY, "faster")
+    written.add(in_extra_as_json, "use_odirect", False)
+    assert written.refusal().endswith(
+        "LMCACHE_EXTRA_CONFIG takes the place of extra_config in LMCache's file, and lacks "
+        "s3_region; write all of it in one of the two."
+    )
+    written.add(in_extra_as_json, "s3_region", "us-east-1")
+    load_lmcache_config(vllm_config(transfer()))
+    written.add(in_extras_extra, "s3_region", "us-east-1")
+    assert "lmcache.extra_config takes the place of LMCACHE_EXTRA_CONFIG" in written.refusal()
 
 
 @pytest.fixture
@@ -529,7 +545,7 @@ def test_who_is_served_is_checked_by_the_loader(written, monkeypatch, name, off,
     def load(**kwargs: Any) -> object:
         return model
 
-    loader, model = Loader(), object()
+    loader, model = Loader(), nn.Module()
     monkeypatch.setattr(loaders, "_count_reloads", lambda: None)
     monkeypatch.setattr(loaders.LOADED, "note", lambda *args: None)
     monkeypatch.setattr(loaders.LOADED, "of", lambda config: 1)

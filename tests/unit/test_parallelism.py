@@ -14,7 +14,7 @@ from vllm.platforms import interface
 
 from lmcache_hybrid import connector
 from lmcache_hybrid.config.folders import settle_disk_folder
-from lmcache_hybrid.config.parallel import check_parallelism, why_no_decode_saves
+from lmcache_hybrid.config.parallel import check_parallelism, local_ranks, why_no_decode_saves
 from lmcache_hybrid.core.errors import ConfigError, LoadError
 from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.identity.adapters import ADAPTERS
@@ -74,6 +74,12 @@ def test_states_of_generated_tokens_that_stages_write_at_different_steps_are_ref
     assert bool(why) == (stages > 1 and drafts and hybrid)
     if why:
         assert_one_sentence(why)
+
+
+@pytest.mark.parametrize("beside, ranks", [(1, 2), (4, 8)])
+def test_engines_of_data_parallelism_on_this_machine_count(beside, ranks):
+    parallel = SimpleNamespace(local_world_size=2, data_parallel_size_local=beside)
+    assert local_ranks(SimpleNamespace(parallel_config=parallel)) == ranks
 
 
 def test_prompts_that_are_split_over_ranks_are_refused():

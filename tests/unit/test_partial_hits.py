@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_patch import loaders, partial_hits, sessions
+from vllm_patch import kimi_k3, loaders, partial_hits, sessions
 from vllm_patch.configuration import CONNECTOR
 from vllm_patch.partial_hits import copy_whole_pages, without_covered
 
@@ -77,11 +77,12 @@ def test_a_step_without_copies_looks_at_nothing():
     gpu_model_runner.copy_kv_cache_blocks_inplace(iter(()), BLOCKS, [])
 
 
-@pytest.mark.parametrize("connector, repaired", [(CONNECTOR, 2), ("NixlConnector", 0)])
+@pytest.mark.parametrize("connector, repaired", [(CONNECTOR, 3), ("NixlConnector", 0)])
 def test_an_engine_with_this_connector_is_repaired_and_no_other(connector, repaired, monkeypatch):
     calls: list[bool] = []
     monkeypatch.setattr(partial_hits, "copy_whole_pages", lambda: calls.append(True))
     monkeypatch.setattr(sessions, "forget_columns_of_parts", lambda: calls.append(True))
+    monkeypatch.setattr(kimi_k3, "write_windows_as_they_are_read", lambda model: calls.append(True))
     transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
     loader = SimpleNamespace(load_weights=lambda model, model_config: None)
     config = SimpleNamespace(kv_transfer_config=transfer, model_config=None)

@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from lmcache_hybrid.protocol.failed_loads import SlowLoads
 from lmcache_hybrid.protocol.metadata import NOTHING
+from lmcache_hybrid.scheduler.step_ends import Drafter
 from lmcache_hybrid.scheduler.waits import IdleSteps
 
 from .helpers import WINDOWS, Later, N, Ranks, make_output, make_request
@@ -205,6 +206,25 @@ def test_what_a_hand_off_adds_is_stored_once_it_is_computed():
     request.append_output_token_ids([1] * (N - 1))
     rig.forward(request, N - 2, all_offers(4))
     assert attention_of(rig.forward(request, 1)) == [3]
+
+
+@pytest.mark.parametrize("forgets, save_decode", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("status", ["RUNNING", "PREEMPTED"])
+def test_an_answer_that_a_step_leaves_out_is_stored_no_further(forgets, save_decode, status):
+    """vLLM's V1 runner goes on from the state before the drafts that it accepted."""
+    rig = Rig(save_decode=save_decode)
+    rig.scheduler.drafter = Drafter(forgets=forgets)
+    request = make_request(tokens=3 * N + 1)
+    rig.prefill(request)
+    request.append_output_token_ids([1] * (N - 1))
+    rig.forward(request, N - 2)
+    request.status = RequestStatus[status]
+    rig.step()  # of others
+    left = forgets and save_decode and status == "RUNNING"
+    assert rig.scheduler._trackers["r"].save != left
+    counted = rig.scheduler.ledger.report().get("scheduler.skipped_requests", {})
+    assert counted == ({"skipped_step": 1} if left else {})
+    assert (rig.forward(request, 1, all_offers(4)) is None) == (left or not save_decode)
 
 
 def test_a_request_whose_pages_are_all_stored_ends_steps_where_others_wait():

@@ -26,6 +26,17 @@ def test_a_reset_takes_back_what_was_promised():
     assert len(rig.ranks.questions) > 1, "the ranks were not asked again"
 
 
+@pytest.mark.parametrize("save", [True, False])
+def test_an_engine_that_stores_nothing_says_that_a_reset_ends_its_hits(save, hybrid_log):
+    rig = Rig(save=save)
+    rig.scheduler.begin_reset()
+    rig.scheduler.end_reset(True)
+    said = [each.getMessage() for each in hybrid_log.records if each.levelname == "WARNING"]
+    assert [each.endswith("no prompt hits until it is restarted.") for each in said] == [True][
+        save:
+    ]
+
+
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize(
     "first, then",

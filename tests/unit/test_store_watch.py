@@ -237,7 +237,7 @@ def test_lookups_without_a_hit_in_a_store_that_holds_records_are_a_warning(life)
     one.prompts(1, saves=SAVED)
     (line,) = one.said()
     assert line == (
-        "LMCache holds records, and none of the last 200 lookups was a hit, in 195 s: of 200 "
+        "LMCache holds records, and none of the last 200 lookups led to a load, in 195 s: of 200 "
         "nothing was found: no prompt so far began as an earlier one of its cache_salt, LoRA "
         "adapter and tags, or its records were evicted. See docs/troubleshooting.md, "
         "'No hits at all'."
@@ -262,6 +262,29 @@ def test_pages_without_a_state_are_told_from_nothing(life):
 def test_lookups_that_could_not_hit_do_not_count(life, prompts):
     one = life().prompts(1, saves=SAVED).prompts(2 * LOOKUPS, saves=SAVED, **prompts)
     assert not one.said()
+
+
+def test_an_engine_that_stores_nothing_is_warned_where_vllm_has_the_beginning(life):
+    """A chat's turns and a system prompt are in vLLM's own cache; another engine has the rest."""
+    one = life(save=False).prompts(LOOKUPS, local=N)
+    (line,) = one.said()
+    assert line.startswith("This engine stores nothing itself, and none of the last 200 lookups ")
+    assert "or prompts come before their records" in line
+    assert not life(save=False).prompts(LOOKUPS, local=3 * N).said()
+
+
+def test_hits_too_short_to_be_loaded_are_a_warning(life):
+    one = life(min_retrieve_tokens=3 * N).prompts(1, saves=SAVED)
+    for number in range(LOOKUPS):
+        request = make_request(str(number), [7000 + number, *range(3 * N)])
+        one.rig.holds(request, 2, 2)
+        one.one(request, saves=SAVED)
+    (line,) = one.said()
+    assert f": 200 hits had fewer than min_retrieve_tokens={3 * N} to load" in line
+    long = make_request("long")
+    one.rig.holds(long, 3, 3)
+    one.one(long)
+    assert one.said(logging.INFO) == ["LMCache serves hits again."]
 
 
 def test_a_cleared_store_holds_nothing(life):

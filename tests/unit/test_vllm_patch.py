@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin on vLLM's real classes and configuration objects; no engine starts."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,6 +390,19 @@ def test_what_would_make_answers_wrong_is_refused(args, sentence):
         engine_config("qwen3_next", **args)
     engine_config("qwen3_next", connector=None, **args)
     engine_config("llama", **args)
+
+
+def test_a_model_of_recurrent_layers_alone_is_refused(tmp_path):
+    """vLLM keeps no prefix cache for it by default, which was named as the cause."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "state_size": 16, "time_step_rank": 4}
+    of_mamba = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(of_mamba))
+    transfer = KVTransferConfig(kv_connector="LMCacheConnectorV1", kv_role="kv_both")
+    arguments = EngineArgs(model=str(tmp_path), max_model_len=512, skip_tokenizer_init=True)
+    arguments.create_engine_config()
+    arguments.kv_transfer_config = transfer
+    with pytest.raises(ValueError, match="a model of recurrent layers alone: .*; remove --kv-tr"):
+        arguments.create_engine_config()
 
 
 @pytest.mark.parametrize("drafter, refused", [("another", False), ("the model", True)])

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _SENTINELS = "redis-sentinel"
 _SCHEMES = "redis", "rediss", "unix", "redis-cluster", _SENTINELS
 SENTINEL_TIMEOUT = "REDIS_TIMEOUT"
+# As Kubernetes and shells write them; no password.
+_VARIABLE = re.compile(r"\$(\(\w+\)|\{\w+\})(:\d+)?$")
 
 
 def sentinel_seconds(default: float) -> float:
@@ -71,14 +73,21 @@ class Redis(StoreKind):
                 )
         parts = parts_of(url, given_for)
         hosts = parts.netloc.rpartition("@")[2].split(",")
-        whole = all(re.fullmatch(r"[^:]+:\d+", host) for host in hosts)
+        whole = all(re.fullmatch(r"(\[[^\]]+\]|[^:]+):\d+", host) for host in hosts)
         if parts.scheme in SEVERAL_HOSTS and not whole:
             raise ConfigError(
                 f"{given_for}={without_password(url)!r} has a host without a port, "
                 "and LMCache would do without the store; write "
                 f"{parts.scheme}://host:port,host:port."
             )
-        connection_options(url)
+        login = connection_options(url)
+        for what in (*hosts, login.get("username"), login.get("password")):
+            if what and _VARIABLE.match(what):
+                raise ConfigError(
+                    f"{given_for}={without_password(url)!r} has {what} in it, which is taken as it "
+                    "is written; write its value, or see why it was not put there: Kubernetes puts "
+                    "in variables that are defined above, in `env` alone."
+                )
         if parts.scheme == _SENTINELS:
             sentinel_seconds(0)
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
 
+_HOST = re.compile(r"[^@:]+(:\d+)?")
+# The region in a host of AWS.
+_REGION = re.compile(
+    r"\.s3[.-](?:dualstack\.)?([a-z]{2}(?:-[a-z]+)+-\d+)\.amazonaws\.com(?:\.cn)?(?::\d+)?$"
+)
 # Texts that mean false.
 _FALSE = ("false", "0", "no", "off", "none")
 
@@ -54,7 +59,8 @@ def _check(parts: SplitResult, extra: dict[str, Any]) -> None:
     Raises:
         ConfigError: LMCache could not make a client of these.
     """
-    if not re.fullmatch(r"[^@:]+(:\d+)?", parts.netloc) or parts.path or parts.query:
+    alone = not re.search(r"[.:]", parts.netloc) or parts.netloc.startswith("s3.")
+    if not _HOST.fullmatch(parts.netloc) or parts.path or parts.query or alone:
         raise ConfigError(
             f"LMCache option remote_url={without_password(parts.geturl())!r} is not a host alone, "
             "with the bucket's name in front, which is all that LMCache takes; write "
@@ -64,6 +70,18 @@ def _check(parts: SplitResult, extra: dict[str, Any]) -> None:
         raise ConfigError(
             "LMCache option extra_config.s3_region is not set; set it to the bucket's region, such "
             "as us-east-1, which servers without regions accept too."
+        )
+    found = _REGION.search(parts.netloc)
+    if found and extra["s3_region"] != found[1]:
+        raise ConfigError(
+            f"LMCache option extra_config.s3_region={extra['s3_region']!r} is not the region of "
+            f"remote_url={parts.geturl()!r}, which AWS would refuse; set it to {found[1]}."
+        )
+    if extra.get("aws_session_token"):
+        raise ConfigError(
+            "LMCache option extra_config.aws_session_token is read by nobody, and without it AWS "
+            "refuses the other two keys; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
+            "AWS_SESSION_TOKEN instead of all three."
         )
     if extra.get("save_chunk_meta"):
         raise ConfigError(

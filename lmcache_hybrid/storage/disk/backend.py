@@ -220,7 +220,9 @@ class LocalDisk(LimitedIndex, StorageBackendInterface):
             # Check first: evict nothing for a record that cannot be written.
             os.stat(self.path)
             if not os.access(self.path, os.W_OK | os.X_OK):
-                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+                read_only = os.statvfs(self.path).f_flag & os.ST_RDONLY
+                code = errno.EROFS if read_only else errno.EACCES
+                raise OSError(code, os.strerror(code))
             if self.others.may_go_by_now():
                 self.others.delete_kept({self.path_of(each) for each in self.put_tasks})
             if not self._make_room(self.path_of(key), size):

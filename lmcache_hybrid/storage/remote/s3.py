@@ -42,6 +42,19 @@ SIDE_BY_SIDE = 64
 
 T = TypeVar("T")
 _CODE = re.compile(rb"<Code>(\w{1,64})</Code>")
+# What to look at, by code, or by status where an answer has no body, as one to HEAD.
+_UNTOLD = ": look at its keys, their session, extra_config.s3_region and this machine's clock"
+_MEANINGS = {
+    "400": _UNTOLD,
+    "403": _UNTOLD,
+    "AuthorizationHeaderMalformed": ": extra_config.s3_region is not the bucket's",
+    "ExpiredToken": ": the session of its keys has ended",
+    "InvalidAccessKeyId": ": it knows no such key, or its session token is missing",
+    "InvalidToken": ": its session token is wrong",
+    "NoSuchBucket": ": there is no such bucket",
+    "RequestTimeTooSkewed": ": this machine's clock is wrong",
+    "SignatureDoesNotMatch": ": its secret key is wrong",
+}
 
 
 class S3Error(Exception):
@@ -57,7 +70,8 @@ class S3Error(Exception):
         found = _CODE.search(error.body or b"")
         self.code = found[1].decode() if found else ""
         why = f" {self.code}" if self.code else ""
-        super().__init__(f"S3 answered {self.status}{why} to {error.operation_name}")
+        meaning = _MEANINGS.get(self.code or str(self.status), "")
+        super().__init__(f"S3 answered {self.status}{why} to {error.operation_name}{meaning}")
 
 
 class HybridS3Connector(BatchConnector):

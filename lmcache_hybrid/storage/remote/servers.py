@@ -18,6 +18,7 @@ from typing import Any
 import redis
 from redis.exceptions import AskError, ReadOnlyError, RedisClusterException
 
+from lmcache_hybrid.config.redis_credentials import read_again
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.storage.remote import clients
 
@@ -104,7 +105,7 @@ class Server:
 
 def _connection(pool: redis.ConnectionPool) -> Any:
     """Make a connection outside of its pool, which refuses to make more than 100."""
-    return pool.connection_class(**pool.connection_kwargs)
+    return pool.connection_class(**read_again(pool.connection_kwargs))
 
 
 class OneServer:

@@ -173,7 +173,11 @@ VLLM = (
     ),
     *attributes(_CONFIG, "ParallelConfig", "enable_fault_tolerance all2all_backend"),
     *attributes(_CONFIG, "ParallelConfig", "distributed_executor_backend"),
-    *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config runner_type is_mm_prefix_lm"),
+    *attributes(
+        _CONFIG,
+        "ModelConfig",
+        "is_hybrid hf_text_config runner_type is_mm_prefix_lm is_attention_free has_inner_state",
+    ),
     # lmcache_hybrid/scheduler/whole_items.py
     Hook("vllm.multimodal.inputs", "MultiModalFeatureSpec.mm_position"),
     *attributes("vllm.multimodal.inputs", "PlaceholderRange", "offset length"),
@@ -317,11 +321,20 @@ VLLM = (
         "Scheduler._reserve_prefill_lookahead",
         replaced_in=_COMPAT,
     ),
-    Hook(_SCHEDULER, "Scheduler._mamba_block_aligned_split", replaced_in=_COMPAT),
     *attributes(
         _SCHEDULER,
         "Scheduler",
         "need_mamba_block_aligned_split mamba_has_prefill_checkpoint_blocks",
+    ),
+    Hook(
+        "vllm.models.kimi_k3.nvidia.kda",
+        "KimiK3DeltaAttention._checkpoint_exporter",
+        replaced_in="vllm_patch/kimi_k3.py",
+    ),
+    Hook("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention.conv_size"),
+    Hook(
+        "vllm.model_executor.layers.mamba.kda_checkpoint",
+        "FlashKDAPrefillCheckpointExporter.state_len",
     ),
     Hook(
         _COORDINATOR,
@@ -455,7 +468,7 @@ VLLM = (
         "Request",
         "request_id num_tokens num_prompt_tokens num_computed_tokens block_hashes lora_request "
         "skip_reading_prefix_cache priority mm_features sampling_params cache_salt "
-        "num_output_tokens num_preemptions",
+        "num_output_tokens num_preemptions status",
     ),
     Hook(
         _REQUEST,

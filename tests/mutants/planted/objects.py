@@ -78,7 +78,7 @@ MISTAKES = {
             '        if not (config.extra_config or {}).get("disable_tls"):\n'
         ),
         "a bucket with a folder behind it is accepted": (
-            " or parts.path or parts.query:\n",
+            " or parts.path or parts.query or alone:\n",
             " or parts.query:\n",
         ),
     },

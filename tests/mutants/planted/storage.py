@@ -169,8 +169,12 @@ MISTAKES = {
             "            servers, client",
         ),
         "a Redis is given up after a hundred connections": (
-            "    return pool.connection_class(**pool.connection_kwargs)\n",
+            "    return pool.connection_class(**read_again(pool.connection_kwargs))\n",
             "    return pool.make_connection()\n",
+        ),
+        "a password that is replaced in its file is not read again": (
+            "pool.connection_class(**read_again(pool.connection_kwargs))",
+            "pool.connection_class(**pool.connection_kwargs)",
         ),
         "slots that have moved are looked for where they were": passes(
             "                client.nodes_manager.initialize()\n"

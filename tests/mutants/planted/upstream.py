@@ -163,6 +163,9 @@ MISTAKES = {
             "    partial_hits.copy_whole_pages()",
             "    partial_hits",
         ),
+        "checkpoints of Kimi-K3 fill the room for drafts": gone(
+            "    kimi_k3.write_windows_as_they_are_read(model)\n"
+        ),
         "the V1 runner keeps where a session's last part had its state": gone(
             "    sessions.forget_columns_of_parts()\n"
         ),

@@ -38,8 +38,16 @@ MISTAKES = {
             "not failed",
         ),
         "lookups of what the own cache holds count as missed": (
-            "could_hit = not asked.floor and (asked",
-            "could_hit = (asked",
+            "could_hit = could_hit and not (asked.floor and self._options.save)\n",
+            "could_hit = bool(could_hit)\n",
+        ),
+        "an engine that stores nothing is not warned where vLLM has the beginning": (
+            " and not (asked.floor and self._options.save)",
+            " and not asked.floor",
+        ),
+        "hits too short to be loaded count as hits": (
+            "            if not self._is_short(asked, result):\n",
+            "            if True:\n",
         ),
         "an empty store is blamed for missed lookups": (
             "        look = fed and could_hit",

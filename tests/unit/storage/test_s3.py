@@ -267,13 +267,14 @@ def test_a_bucket_that_is_missing_takes_nothing_and_is_named(box, bucket, caplog
     finally:
         bucket.make()
     assert "S3 answered 404 NoSuchBucket to " in caplog.text
+    assert ": there is no such bucket" in caplog.text
     box.write()
 
 
 def test_a_bucket_that_does_not_let_us_in_is_no_empty_bucket(box, bucket, caplog):
     """Without the right to list it S3 says so of objects that are not there, too."""
     box = box("s3", model=DENIED)
-    with pytest.raises(s3.S3Error, match="S3 answered 403 to HeadObject"):
+    with pytest.raises(s3.S3Error, match="S3 answered 403 to HeadObject: look at its keys"):
         box.tier.held([box.store.engine_key(KEYS[0])], 9)
     assert box.store.locate(KEYS) == {} and "count as misses" in caplog.text
     put(box.store, KEYS[:1], SIZE)
