@@ -4,12 +4,16 @@
 import importlib
 import itertools
 import json
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from lmcache_hybrid.tools.accept.compare import Verdict
 from lmcache_hybrid.tools.bench import server
 from lmcache_hybrid.tools.bench.report import print_table, sentences, without_tokens
 from lmcache_hybrid.tools.bench.run import (
@@ -67,6 +71,7 @@ def test_the_connector_is_found_however_vllm_lets_its_flag_be_written():
         "--api-key=k",
         "--ssl_keyfile",
         "--ssl-certfile",
+        *("--middleware", "--uds=/tmp/s", "--grpc"),
     ],
 )
 def test_flags_with_which_servers_cannot_be_compared_are_refused(flag, tmp_path):
@@ -141,7 +146,8 @@ def test_the_table_fits_a_terminal(capsys):
     [
         (["/no/such/model"], "does not exist"),
         (["some/model", "--lmcache-config", "/no/such/file"], "'/no/such/file' does not exist"),
-        (["some/model", "--out", "/no/such/folder/out.json"], "'/no/such/folder' does not exist"),
+        (["some/model", "--out", "/no/such/out.json"], "cannot be written (No such file or dir"),
+        (["some/model", "--out", "/tmp"], "--out '/tmp' cannot be written (Is a directory)"),
         (["some/model", "--documents", "0"], "greater than or equal to 1"),
     ],
 )
@@ -204,6 +210,50 @@ def test_it_measures_the_users_own_stores_with_prompts_of_its_own(monkeypatch, t
     (one, first), (other, second) = seen
     assert one != other
     assert (first == second == str(file)) == bool(given)
+
+
+def test_a_server_on_this_machine_is_asked_past_any_proxy(monkeypatch):
+    """A company's proxy answers for 127.0.0.1, too, and the wait had no end."""
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    one = server.Server.__new__(server.Server)
+    with HTTPServer(("127.0.0.1", 0), Healthy) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        one.url = f"http://127.0.0.1:{served.server_port}"
+        assert one._healthy()
+        served.shutdown()
+
+
+@pytest.mark.parametrize("command", ["accept", "bench"])
+def test_a_result_that_cannot_be_written_is_printed_all_the_same(command, monkeypatch, tmp_path):
+    """The folder goes while it measures."""
+    out = tmp_path / "folder" / "out.json"
+    out.parent.mkdir()
+
+    def measure(*rest):
+        out.parent.rmdir()
+        return [measured(ALONE), measured(WITH)]
+
+    def ask_engines(self, engine):
+        out.parent.rmdir()
+        return SimpleNamespace(facts={}, verdict=Verdict.PASS)
+
+    accept = importlib.import_module("lmcache_hybrid.tools.cli.accept")
+    monkeypatch.setattr("lmcache_hybrid.tools.bench.run.measure", measure)
+    monkeypatch.setattr(accept.Run, "ask_engines", ask_engines)
+    monkeypatch.setattr(accept, "print_verdict", lambda console, result: console.print("PASS"))
+    monkeypatch.setattr(accept, "as_json", lambda result: {})
+    answer = CliRunner().invoke(app, [command, "some/model", "--out", str(out)])
+    assert "cannot be written (No such file or directory)" in answer.output
+    assert ("PASS" if command == "accept" else TITLE) in answer.output
+    assert answer.exit_code == (0 if command == "accept" else 1)
 
 
 @pytest.mark.parametrize("cpu, cores", [(True, ""), (True, "0,1"), (False, "")])

@@ -87,7 +87,8 @@ class Client:
         trusts = [flag for flag in flags if flag == "--trust-remote-code"]
         self._model = {"model": model, "tokenizer": trusts}
         with log.open("ab") as out:
-            self._process, self._answers = start_module(CLIENT, out, os.environ)
+            direct = {name: "127.0.0.1" for name in ("no_proxy", "NO_PROXY")}
+            self._process, self._answers = start_module(CLIENT, out, {**os.environ, **direct})
 
     def ask(
         self, url: str, served: str, prompts: Sequence[list[int]], load: Load

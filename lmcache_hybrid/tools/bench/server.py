@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from lmcache_hybrid.tools.subprocesses import kill_group
 
@@ -19,6 +19,8 @@ COMMAND = Path(__file__).parents[1] / "vllm_command.py"
 # STOP_SECONDS includes LMCache's queued writes.
 STOP_SECONDS, FORGET_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.5
 API_KEY = "VLLM_API_KEY"
+# The server is on this machine, whatever proxy the environment names.
+urlopen = build_opener(ProxyHandler({})).open
 COUNTERS = {
     "prompt": "vllm:prompt_tokens_total",
     "own": "vllm:prefix_cache_hits_total",

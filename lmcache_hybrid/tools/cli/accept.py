@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lmcache-hybrid accept``: the acceptance test on the user's own device and weights."""
 
-import json
 import os
 import subprocess
 import tempfile
@@ -20,8 +19,10 @@ from lmcache_hybrid.tools.cli.terminal import (
     ModelArgument,
     VllmFlags,
     check_model,
+    check_out,
     need_host,
     progress,
+    write_out,
 )
 
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.UNDECIDED: 3}
@@ -51,8 +52,7 @@ def accept(
     Its records stay in the store until they are evicted.
     """
     check_model(model)
-    if out is not None and not out.absolute().parent.is_dir():
-        raise typer.BadParameter(f"--out {str(out)!r} is in no folder that exists")
+    check_out(out)
     need_host(NO_RESULT)
     environment = {"LMCACHE_TRACK_USAGE": "false", **os.environ}
     if lmcache_config is not None:
@@ -76,9 +76,9 @@ def accept(
         errors.print(f"Stopped. The engine's log is {log}.", soft_wrap=True)
         raise typer.Exit(130) from None
     result.facts["driver"] = _driver()
-    if out is not None:
-        out.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
     print_verdict(Console(), result)
+    if out is not None:
+        write_out(out, as_json(result))
     if result.verdict is Verdict.PASS:
         log.unlink()
     else:

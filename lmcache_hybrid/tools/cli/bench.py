@@ -15,8 +15,10 @@ from lmcache_hybrid.tools.cli.terminal import (
     ModelArgument,
     VllmFlags,
     check_model,
+    check_out,
     need_host,
     progress,
+    write_out,
 )
 
 EXIT_FAILED = 1
@@ -58,9 +60,9 @@ def bench(
     Exit code 0: measured, 1: a server or a request failed.
     """
     check_model(model)
-    for option, path in (("--lmcache-config", lmcache_config), ("--out", out and out.parent)):
-        if path is not None and not path.exists():
-            raise typer.BadParameter(f"{option} {str(path)!r} does not exist")
+    if lmcache_config is not None and not lmcache_config.exists():
+        raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} does not exist")
+    check_out(out)
     _check_flags(vllm_flags or [])
     need_host(EXIT_FAILED)
     from lmcache_hybrid.tools.accept.engine import reason_in
@@ -86,9 +88,9 @@ def bench(
                 errors.print(why, style="red", soft_wrap=True, markup=False)
             errors.print(f"{error or 'Stopped'}. The log is {log}.", soft_wrap=True, markup=False)
             raise typer.Exit(EXIT_FAILED) from None
-    if out is not None:
-        out.write_text(json.dumps(as_json(model, vllm_flags or [], load, found), indent=1) + "\n")
     print_table(Console(highlight=False), found)
+    if out is not None and not write_out(out, as_json(model, vllm_flags or [], load, found)):
+        raise typer.Exit(EXIT_FAILED)
     if BINDING not in os.environ and _on_cpu():
         errors.print(OTHER_CORES, soft_wrap=True)
     log.unlink()
@@ -102,8 +104,10 @@ def _check_flags(flags: list[str]) -> None:
             raise typer.BadParameter(f"{flag}: write --kv-transfer-config and its JSON instead")
         if name == "--config":
             raise typer.BadParameter(f"{flag}: write its flags instead, so that they can be told")
-        if name == "--api-key" or name.startswith("--ssl-"):
+        if name in ("--api-key", "--middleware") or name.startswith("--ssl-"):
             raise typer.BadParameter(f"{flag}: leave it out, the servers listen on loopback alone")
+        if name in ("--uds", "--grpc"):
+            raise typer.BadParameter(f"{flag}: leave it out, the servers are asked over HTTP")
 
 
 def _on_cpu() -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by several commands: live progress, MODEL and vLLM's flags, a check for vLLM."""
 
+import json
 import os
 import sys
 import time
@@ -60,6 +61,36 @@ def check_model(model: str) -> None:
         raise typer.BadParameter(f"{model!r} is not a MODEL, which comes before vLLM's flags")
     if model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
         raise typer.BadParameter(f"MODEL {model!r} does not exist")
+
+
+def check_out(out: Path | None) -> None:
+    """Refuse an --out that cannot be written, before the work whose result it gets.
+
+    Raises:
+        typer.BadParameter: it cannot be written.
+    """
+    if out is None:
+        return
+    there = out.exists()
+    try:
+        out.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(
+            f"--out {str(out)!r} cannot be written ({error.strerror})"
+        ) from None
+    if not there:
+        out.unlink()
+
+
+def write_out(out: Path, result: Any) -> bool:
+    """Write a result as JSON. Where that fails it says so, and returns False."""
+    text = json.dumps(result, indent=1, allow_nan=False)
+    try:
+        out.write_text(f"{text}\n")
+    except OSError as error:
+        print(f"--out {str(out)!r} cannot be written ({error.strerror}).", file=sys.stderr)
+        return False
+    return True
 
 
 def need_host(code: int) -> None:

@@ -147,7 +147,7 @@ def open_folders(folders: Iterable[str]) -> FolderStore:
     """Open folders. Raises ConfigError where one does not exist."""
     paths = [Path(folder) for folder in folders]
     for path in paths:
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise ConfigError(
                 f"STORE {str(path)!r} is not a folder; name the one with the records."
             )

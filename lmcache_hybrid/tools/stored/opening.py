@@ -4,7 +4,7 @@
 import os
 from pathlib import Path
 
-from lmcache_hybrid.config.other_names import name_as_redis
+from lmcache_hybrid.config.other_names import RESP, VALKEY, name_as_redis
 from lmcache_hybrid.config.stores import BY_SCHEME, KINDS, places
 from lmcache_hybrid.config.stores.base import folders_in, imported
 from lmcache_hybrid.core.errors import ConfigError
@@ -26,6 +26,11 @@ def open_store(store: str) -> RecordStore:
     kind = BY_SCHEME.get(scheme)
     if kind is not None and kind.tool_advice:
         raise ConfigError(f"STORE {store!r} cannot be looked into here; {kind.tool_advice}.")
+    if scheme in (RESP, VALKEY):
+        raise ConfigError(
+            f"STORE {scheme}:// names a Redis, whose own name is needed here; write redis:// (a "
+            "cluster: redis-cluster://), or give the engine's file with --lmcache-config."
+        )
     if kind is None or scheme not in kind.tool_schemes:
         schemes = ", ".join(f"{name}://" for kind in KINDS for name in kind.tool_schemes)
         raise ConfigError(

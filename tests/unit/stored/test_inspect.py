@@ -158,12 +158,14 @@ def test_fs_urls(box):
         ["inspect"],
         ["inspect", ".", "--lmcache-config", "x.yaml"],
         ["inspect", "/no/such/folder"],
+        ["inspect", f"/{'a' * 300}"],
         ["inspect", "s3://bucket"],
+        ["inspect", "valkey://localhost:6379"],
         ["inspect", "fs://localhost:0"],
         ["inspect", "fs://[localhost/x"],
         ["verify", "--lmcache-config", "/no/such/file.yaml"],
     ],
-    ids=" ".join,
+    ids=lambda args: " ".join(args)[:60],
 )
 def test_usage_errors(args):
     assert run(*args, exit_code=2).strip()
