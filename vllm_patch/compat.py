@@ -423,7 +423,8 @@ def part_chunks_of_two_blocks() -> None:
             return count
         end = num_computed_tokens + count
         last = end >= max(request.num_prompt_tokens, request.num_tokens - 1)
-        if last or not self.mamba_has_prefill_checkpoint_blocks:
+        # A prompt's first chunk finds no draft's block to move.
+        if last or not num_computed_tokens or not self.mamba_has_prefill_checkpoint_blocks:
             return count
         size = self.cache_config.block_size
         columns = cdiv(end, size) - cdiv(num_computed_tokens, size)

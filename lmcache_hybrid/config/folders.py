@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.config.folders")
 
 
-# File systems of a server, as /proc/mounts names them.
-_NETWORK = re.compile(r"(nfs|cifs|smb|lustre|ceph|gpfs|beegfs|wekafs|afs|fuse\.(?!.*overlayfs)).*")
+# File systems of a server, as /proc/mounts names them, and some in user space.
+_NETWORK = re.compile(
+    r"(nfs|cifs|smb|lustre|ceph|gpfs|beegfs|wekafs|afs|glusterfs|ocfs2"
+    r"|fuse\.(sshfs|s3fs|juicefs|glusterfs|ceph|rclone|gcsfuse|goofys|mountpoint|lustre|weed)).*"
+)
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,15 @@ def _probe(option: str, path: str) -> None:
 
 def file_system_of(path: str) -> str:
     """Return the kind of file system that a path lies on, as /proc/mounts says; "" if unknown."""
-    real = os.path.realpath(path)
-    above = [
-        each
-        for each in psutil.disk_partitions(all=True)
-        if os.path.commonpath([real, each.mountpoint]) == each.mountpoint
-    ]
+    try:
+        real = os.path.realpath(path)
+        above = [
+            each
+            for each in psutil.disk_partitions(all=True)
+            if os.path.commonpath([real, each.mountpoint]) == each.mountpoint
+        ]
+    except (OSError, ValueError):  # no path, or a /proc without some of it
+        return ""
     # Of two mounts at one place the later one is seen.
     mount = max(reversed(above), key=lambda each: len(each.mountpoint), default=None)
     return mount.fstype if mount else ""

@@ -476,17 +476,29 @@ def _check_memory(config: "LMCacheEngineConfig", ranks: int) -> None:
             f"{taken / 1e9:.1f} GB on {each}, more than the {whole / 1e9:.1f} GB that this "
             "machine or its container has; set it to less."
         )
-    folders = config.local_disk.split(",") if config.local_disk else ()
-    kinds = {each.strip(): file_system_of(each.strip()) for each in folders}
+    _check_disk_in_memory(config, ranks, ranks * taken, whole)
+
+
+def _check_disk_in_memory(
+    config: "LMCacheEngineConfig", ranks: int, taken: float, whole: float
+) -> None:
+    """Count files that lie in memory, as far as their file system lets them grow.
+
+    Args:
+        taken: bytes of all pools.
+        whole: bytes of memory.
+    """
+    folders = [each.strip() for each in (config.local_disk or "").split(",")]
+    kinds = {each: file_system_of(each) for each in folders if os.path.isdir(each)}
     in_memory = [each for each, kind in kinds.items() if kind in ("tmpfs", "ramfs")]
-    files = (config.max_local_disk_size or 0) * (1 << 30) if in_memory else 0
-    if ranks * (taken + files) > whole:
+    room = sum(shutil.disk_usage(each).total or math.inf for each in in_memory)  # 0: no limit
+    files = min(room, ranks * (config.max_local_disk_size or 0) * (1 << 30))
+    if taken + files > whole:
         raise ConfigError(
             f"LMCache option local_disk={in_memory[0]!r} is memory ({kinds[in_memory[0]]}), and "
-            f"takes {ranks * (taken + files) / 1e9:.1f} GB with max_local_disk_size="
-            f"{config.max_local_disk_size} and max_local_cpu_size={config.max_local_cpu_size}, "
-            f"more than the {whole / 1e9:.1f} GB that this machine or its container has; choose a "
-            "disk, or set them to less."
+            f"may grow to {files / 1e9:.1f} GB beside the {taken / 1e9:.1f} GB of "
+            f"max_local_cpu_size, more than the {whole / 1e9:.1f} GB that this machine or its "
+            f"container has; choose a disk, or set max_local_disk_size to less."
         )
 
 

@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE, options_in_file
@@ -356,7 +355,9 @@ def _replaced(
 
     LMCache reads the nearest alone. This package's options are read in all of them.
     """
-    for (far, has), (near, reads) in pairwise(_extras(extra, environment, in_file)):
+    tables = list(_extras(extra, environment, in_file))
+    for far, has in tables[:-1]:
+        near, reads = tables[-1]
         lost = [str(key) for key in has if key not in reads and not is_own(str(key))]
         if lost:
             yield (

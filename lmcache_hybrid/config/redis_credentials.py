@@ -217,18 +217,18 @@ def split_url(url: str) -> SplitResult:
 
 def _check_query(url: str, read: dict[str, Any]) -> None:
     """Raise ValueError if redis-py's connections do not take what a URL's query sets."""
-    for name in ("decode_responses", "protocol"):  # records are bytes, and read by our own client
-        if name in read:
+    # Records are bytes, and read by our own client.
+    for name, served in (("decode_responses", (False, "false", "False")), ("protocol", (2, "2"))):
+        if name in read and read[name] not in served:
             raise ValueError(f"its setting {name} is not for records; remove it")
     pool = ConnectionPool.from_url(url)
     try:
         pool.connection_class(**pool.connection_kwargs)  # connects to nothing
-    except TypeError as error:
-        name = f"{error}".rpartition("argument ")[2]
-        raise ValueError(
-            f"its setting {name} is none of Redis' connections; remove it, and write rediss:// for "
-            "TLS"
-        ) from None
+    except (TypeError, AttributeError) as error:
+        name = f"{error}".rpartition("argument ")[2] if "argument " in f"{error}" else ""
+        setting = f"its setting {name} is none" if name else "a setting in it is none"
+        tls = ", and write rediss:// for TLS" if "ssl" in name and url.startswith("redis:") else ""
+        raise ValueError(f"{setting} of Redis' connections; remove it{tls}") from None
     except RedisError as error:
         raise ValueError(f"{error}".rstrip(".") + "; correct it") from None
 

@@ -96,6 +96,8 @@ class HybridScheduler:
         self._may_store: dict[str, None] = {}
         self._loads: list[LoadSpec] = []
         self._unloadable: list[str] = []
+        # Running requests with a part of their answer that had none of the last step.
+        self._left_out: set[str] = set()
         self._final = FinalSaves()
         # Loads under way, those of requests that have ended included.
         self._loading: set[str] = set()
@@ -362,14 +364,22 @@ class HybridScheduler:
                 self._may_store.pop(request_id, None)
 
     def _leave_skipped(self, scheduled: Mapping[str, int]) -> None:
-        """Store no more of answers that a step leaves out: see :attr:`Drafter.forgets`."""
-        for request_id, tracker in self._trackers.items():
-            request = tracker.request
-            running = request.status == RequestStatus.RUNNING and request.num_output_tokens
-            if running and tracker.save and request_id not in scheduled:
-                tracker.leave_store()
-                with self.ledger as counts:
-                    counts.skipped_requests["skipped_step"] += 1
+        """Store no more of answers that go on after a step left them out.
+
+        See :attr:`Drafter.forgets`. One that has ended goes on no more.
+        """
+        for request_id in self._left_out & scheduled.keys():
+            self._trackers[request_id].leave_store()
+            with self.ledger as counts:
+                counts.skipped_requests["skipped_step"] += 1
+        self._left_out = {
+            request_id
+            for request_id, tracker in self._trackers.items()
+            if tracker.request.status == RequestStatus.RUNNING
+            and tracker.request.num_output_tokens
+            and tracker.save
+            and request_id not in scheduled
+        }
 
     def _drop_offers(self, tracker: RequestTracker | None, offers: Sequence[Offer]) -> None:
         """Count handed-off states of a request that does not run, unless it saves none."""

@@ -78,7 +78,7 @@ class StoreWatch:
 
     def answered(self, tracker: RequestTracker, asked: LookupRequest, result: LookupResult) -> None:
         """Take a prompt's lookup result."""
-        why = None
+        why, found = None, self._found
         if result.boundary or result.tail:
             tracker.found = self._found = self._holds = True
             if not self._is_short(asked, result):
@@ -88,14 +88,15 @@ class StoreWatch:
             why = "few"
         elif result.attention:
             tracker.found = self._found = self._holds = True
-            why = "states"
+            why = "states" if result.attention > asked.floor else None
         elif not result.available:
             why = "silent"
             self._unstored.why[why] += 1
-        # Count prompts with a boundary to hit. Local blocks show that this engine has computed the
-        # prompt before, and tell of the store only where another engine fills it.
+        # Count prompts with a boundary to hit. Those with local blocks count only where another
+        # engine fills the store and nothing of it was ever found: else what they share with
+        # earlier prompts is in vLLM's own cache by now.
         could_hit = (asked.limit, asked.limit_tail) > (asked.floor, 0)
-        could_hit = could_hit and not (asked.floor and self._options.save)
+        could_hit = could_hit and not (asked.floor and (self._options.save or found))
         is_first = not (tracker.logged or tracker.request.skip_reading_prefix_cache)
         spell = self._missed
         # Another engine fills the store of one that stores nothing, with the same prompts.

@@ -88,6 +88,7 @@ def test_refuses_hosts_without_a_port(scheme, hosts):
         ("host?db=abc", "in connection URL; correct it."),
         ("host:1?socket_timeout=x", "in connection URL; correct it."),
         ("host:1?timeout=5", "its setting 'timeout' is none of Redis' connections"),
+        ("host:1?protocol=3", "its setting protocol is not for records; remove it"),
         ("host:1?decode_responses=true", "its setting decode_responses is not for records"),
         ("$(REDIS_HOST):6379", "has $(REDIS_HOST):6379 in it, which is taken as it is written"),
         (":${REDIS_PASSWORD}@host:6379", "has ${REDIS_PASSWORD} in it"),
@@ -112,6 +113,7 @@ def test_refuses_what_redis_py_would_take_for_the_first_database(scheme, rest, w
             "redis-cluster://a:1",
             "redis-cluster://[fd00::1]:6379,[fd00::2]:6379",
             "rediss://:$ecret@host?ssl_cert_reqs=none&health_check_interval=2",
+            "redis://host?protocol=2&decode_responses=false",
             "valkey://host:6379",
         ),
     ],
@@ -122,10 +124,17 @@ def test_serves_each_form_of_a_redis_url(url):
 
 S3 = {"remote_url": "s3://records.s3.eu-west-1.amazonaws.com"}
 OF_S3 = {"s3_region": "eu-west-1"}
+OF_A_SESSION = {
+    "aws_access_key_id": "A",
+    "aws_secret_access_key": "b",
+    "aws_session_token": "IQoJ",
+}
 
 
 @pytest.mark.parametrize("chunk_meta", [{}, {"save_chunk_meta": False}], ids=str)
-@pytest.mark.parametrize("url", [S3["remote_url"], "s3://127.0.0.1:9000", "s3://records.local"])
+@pytest.mark.parametrize(
+    "url", [S3["remote_url"], "s3://127.0.0.1:9000", "s3://records.local", "s3://s3.local"]
+)
 def test_serves_a_bucket_with_lmcaches_options(url, chunk_meta):
     extra = {"s3_region": "eu-west-1", "s3_num_io_threads": "8", "s3_prefer_http2": False}
     settle_lmcache_config(lmcache_config(remote_url=url, extra_config=extra | chunk_meta), BLOCK)
@@ -135,7 +144,7 @@ def test_serves_a_bucket_with_lmcaches_options(url, chunk_meta):
     "url",
     [
         *("s3://", "s3://user:secret@b.s3", "s3://b.s3/folder", "s3://b.s3/", "s3://b.s3?x=1"),
-        *("s3://bucket", "s3://s3.eu-west-1.amazonaws.com"),
+        *("s3://bucket", "s3://s3.eu-west-1.amazonaws.com", "s3://s3.amazonaws.com"),
     ],
 )
 def test_refuses_a_bucket_that_is_no_host_name(url):
@@ -150,7 +159,7 @@ def test_refuses_a_bucket_that_is_no_host_name(url):
         ({}, "extra_config.s3_region is not set"),
         ({"s3_region": None}, "extra_config.s3_region is not set"),
         ({"s3_region": "us-east-1"}, "set it to eu-west-1"),
-        (OF_S3 | {"aws_session_token": "IQoJ"}, "extra_config.aws_session_token is read by nobody"),
+        (OF_S3 | OF_A_SESSION, "extra_config.aws_session_token is read by nobody"),
         (OF_S3 | {"save_chunk_meta": True}, "extra_config.save_chunk_meta=True"),
         (OF_S3 | {"s3_num_io_threads": "many"}, "s3_num_io_threads='many'"),
         (OF_S3 | {"s3_num_io_threads": 0}, "s3_num_io_threads=0"),

@@ -298,6 +298,7 @@ def test_no_chunk_is_shortened_to_nothing(monkeypatch, start, count, shortened, 
         (16, 24, 1, 16),  # media without room ended it inside a block
         (24, 40, 1, 8),
         (16, 16, 1, 16),
+        (0, 32, 1, 32),  # no draft has a block yet
         (16, 32, 2, 32),
         (64, 35, 1, 35),  # the last one
     ],

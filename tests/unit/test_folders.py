@@ -43,7 +43,7 @@ def test_refuses_a_folder_that_cannot_be_written(option, tmp_path):
         ("local_disk", "nfs4", True),
         ("local_disk", "fuse.juicefs", True),
         ("local_disk", "ext4", False),
-        ("local_disk", "fuse.fuse-overlayfs", False),
+        ("local_disk", "fuse.mergerfs", False),
         ("remote_url", "nfs4", False),
     ],
 )
@@ -57,15 +57,38 @@ def test_a_disk_on_a_server_is_warned_of(option, kind, warned, tmp_path, monkeyp
     assert [f"on a network file system ({kind})" in each for each in said] == [True] * warned
 
 
-def test_a_disk_that_is_memory_counts_as_memory(tmp_path, monkeypatch):
-    settings = dict(local_disk=str(tmp_path), max_local_cpu_size=1.0, max_local_disk_size=3.0)
-    monkeypatch.setattr(settled, "memory_limit", lambda: 4.1 * (1 << 30))
-    for kind, ranks, refused in (("tmpfs", 1, False), ("tmpfs", 2, True), ("ext4", 2, False)):
-        monkeypatch.setattr(settled, "file_system_of", lambda path, kind=kind: kind)
-        found = refusals(lmcache_config(**settings), None, ranks)
-        assert [f"={str(tmp_path)!r} is memory (tmpfs)" in each for each in found] == [True][
-            not refused :
-        ]
+@pytest.mark.parametrize(
+    "kind, ranks, size, refused",
+    [
+        ("tmpfs", 1, 100.0, False),
+        ("tmpfs", 2, 100.0, True),  # both may take all of it
+        ("tmpfs", 2, 1.0, False),
+        ("ramfs", 2, 0.0, True),  # grows without a limit
+        ("ext4", 2, 100.0, False),
+    ],
+)
+def test_a_disk_that_is_memory_counts_as_memory(
+    kind, ranks, size, refused, tmp_path, monkeypatch, hybrid_log
+):
+    """As far as it may grow."""
+    config = lmcache_config(local_disk=f" {tmp_path}", max_local_cpu_size=1, max_local_disk_size=3)
+    for name, value in (("memory_limit", 4.1), ("disk_usage", size)):
+        owner = settled if name == "memory_limit" else settled.shutil
+        found = value * (1 << 30)
+        answer = found if name == "memory_limit" else SimpleNamespace(total=found)
+        monkeypatch.setattr(owner, name, lambda *path, answer=answer: answer)
+    monkeypatch.setattr(settled, "file_system_of", lambda path: kind)
+    found = refusals(config, None, ranks)
+    assert [f"={str(tmp_path)!r} is memory ({kind})" in each for each in found] == [True] * refused
+
+
+@pytest.mark.parametrize("path", ["/a\0", "relative"])
+def test_a_file_system_that_is_unknown_is_no_error(path, monkeypatch):
+    def broken(all):
+        return [SimpleNamespace(mountpoint="none", fstype="swap")]
+
+    monkeypatch.setattr(folders.psutil, "disk_partitions", broken)
+    assert folders.file_system_of(path) == ""
 
 
 def test_a_disk_that_is_smaller_than_what_ranks_may_take_is_warned_of(tmp_path, hybrid_log):

@@ -127,6 +127,8 @@ def test_an_extra_config_that_loses_another_ones_options_is_refused(written):
     load_lmcache_config(vllm_config(transfer()))
     written.add(in_extras_extra, "s3_region", "us-east-1")
     assert "lmcache.extra_config takes the place of LMCACHE_EXTRA_CONFIG" in written.refusal()
+    written.add(in_extras_extra, "use_odirect", False)  # that is all of it
+    load_lmcache_config(vllm_config(transfer(**written.extra)))
 
 
 @pytest.fixture

@@ -270,6 +270,10 @@ def test_an_engine_that_stores_nothing_is_warned_where_vllm_has_the_beginning(li
     (line,) = one.said()
     assert line.startswith("This engine stores nothing itself, and none of the last 200 lookups ")
     assert "or prompts come before their records" in line
+    again = make_request("again")
+    one.rig.holds(again, 3, 3)
+    one.one(again)  # from now on this engine's own cache may have what prompts share
+    assert not one.prompts(2 * LOOKUPS, local=N).said()
     assert not life(save=False).prompts(LOOKUPS, local=3 * N).said()
 
 

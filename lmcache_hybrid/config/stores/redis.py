@@ -84,9 +84,10 @@ class Redis(StoreKind):
         for what in (*hosts, login.get("username"), login.get("password")):
             if what and _VARIABLE.match(what):
                 raise ConfigError(
-                    f"{given_for}={without_password(url)!r} has {what} in it, which is taken as it "
-                    "is written; write its value, or see why it was not put there: Kubernetes puts "
-                    "in variables that are defined above, in `env` alone."
+                    f"{given_for}={without_password(url)!r}, or the login for it, has {what} in "
+                    "it, which is taken as it is written; write its value, or see why it was not "
+                    "put there: Kubernetes puts in variables that are defined above, in `env` "
+                    "alone."
                 )
         if parts.scheme == _SENTINELS:
             sentinel_seconds(0)

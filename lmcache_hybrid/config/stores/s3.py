@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 _HOST = re.compile(r"[^@:]+(:\d+)?")
+# AWS' own, without a bucket in front.
+_ENDPOINT = re.compile(r"s3([.-](dualstack\.)?[a-z0-9-]+)?\.amazonaws\.com")
 # The region in a host of AWS.
 _REGION = re.compile(
     r"\.s3[.-](?:dualstack\.)?([a-z]{2}(?:-[a-z]+)+-\d+)\.amazonaws\.com(?:\.cn)?(?::\d+)?$"
@@ -59,7 +61,7 @@ def _check(parts: SplitResult, extra: dict[str, Any]) -> None:
     Raises:
         ConfigError: LMCache could not make a client of these.
     """
-    alone = not re.search(r"[.:]", parts.netloc) or parts.netloc.startswith("s3.")
+    alone = not re.search("[.:]", parts.netloc) or _ENDPOINT.fullmatch(parts.netloc)
     if not _HOST.fullmatch(parts.netloc) or parts.path or parts.query or alone:
         raise ConfigError(
             f"LMCache option remote_url={without_password(parts.geturl())!r} is not a host alone, "
@@ -77,7 +79,7 @@ def _check(parts: SplitResult, extra: dict[str, Any]) -> None:
             f"LMCache option extra_config.s3_region={extra['s3_region']!r} is not the region of "
             f"remote_url={parts.geturl()!r}, which AWS would refuse; set it to {found[1]}."
         )
-    if extra.get("aws_session_token"):
+    if extra.get("aws_session_token") and extra.get("aws_access_key_id"):
         raise ConfigError(
             "LMCache option extra_config.aws_session_token is read by nobody, and without it AWS "
             "refuses the other two keys; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "

@@ -72,9 +72,9 @@ def _accepted(context: Context, config: "LMCacheEngineConfig") -> Iterator[Findi
             )
     # Every backend gets the record and is read, whichever the engine will use.
     config.store_location = config.retrieve_locations = config.remote_config_url = None
+    settle_lmcache_config(config, context.block_size or config.chunk_size)
     # The test record must evict none of an engine's, nor the files of other fingerprints.
     config.max_local_disk_size += NO_LIMIT_GB
-    settle_lmcache_config(config, context.block_size or config.chunk_size)
     for place in places(config):
         if told := _unusable(place):
             yield told

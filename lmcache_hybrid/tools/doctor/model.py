@@ -72,7 +72,7 @@ class Model:
         gpu_sizes: N on a GPU, by prefill kernel, where ``device`` is another; empty if unknown.
         plan: arguments of ``lmcache-hybrid plan`` for the same model and flags.
         drafts: what hits lose beside the drafter and why, in a sentence; empty if nothing.
-        local_ranks: of one engine on this machine, pipeline stages included.
+        local_ranks: see :func:`.parallel.local_ranks`.
         hosts: over which vLLM spreads the ranks of one engine.
         dcp: ``--decode-context-parallel-size``; N is then a state's block times that.
         generates: False for pooling.
@@ -152,6 +152,8 @@ def read_model(arguments: "EngineArgs") -> Model:
     except ConfigError as failure:
         raise ModelError(str(failure)) from failure
     parallel, here = config.parallel_config, local_ranks(config)
+    if config.model_config.is_moe and not arguments.data_parallel_external_lb:
+        here *= arguments.data_parallel_size_local or arguments.data_parallel_size
     hosts = parallel.nnodes_within_dp
     parallel.nnodes, parallel.node_rank = 1, 0  # else its layers would wait for the other hosts
     try:

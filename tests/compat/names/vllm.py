@@ -176,7 +176,8 @@ VLLM = (
     *attributes(
         _CONFIG,
         "ModelConfig",
-        "is_hybrid hf_text_config runner_type is_mm_prefix_lm is_attention_free has_inner_state",
+        "is_hybrid hf_text_config runner_type is_mm_prefix_lm is_attention_free is_moe "
+        "has_inner_state",
     ),
     # lmcache_hybrid/scheduler/whole_items.py
     Hook("vllm.multimodal.inputs", "MultiModalFeatureSpec.mm_position"),

@@ -38,11 +38,11 @@ MISTAKES = {
             "not failed",
         ),
         "lookups of what the own cache holds count as missed": (
-            "could_hit = could_hit and not (asked.floor and self._options.save)\n",
+            "could_hit = could_hit and not (asked.floor and (self._options.save or found))\n",
             "could_hit = bool(could_hit)\n",
         ),
         "an engine that stores nothing is not warned where vLLM has the beginning": (
-            " and not (asked.floor and self._options.save)",
+            " and not (asked.floor and (self._options.save or found))",
             " and not asked.floor",
         ),
         "hits too short to be loaded count as hits": (
