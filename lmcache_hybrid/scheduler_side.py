@@ -85,6 +85,12 @@ def _warn(
     log_remarks(vllm_config)
     for sentence in with_few_hits(config):
         logger.warning("%s", sentence)
+    if vllm_config.aux_output_config.enabled:
+        logger.warning(
+            "enable_return_routed_experts=True lets vLLM load only what this process has computed "
+            "itself, as far as it still has its experts: nothing of a restart or of another "
+            "engine is hit. Remove --enable-return-routed-experts for that."
+        )
     for folder in folders_in("local_disk", config.local_disk) if config.local_disk else ():
         if told := relative("local_disk", folder):
             logger.warning("%s; write the whole path.", told)

@@ -7,8 +7,9 @@ would make hits wrong: :mod:`.unsound`.
 
 import functools
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -291,10 +292,27 @@ def _keep_hma_off(config: VllmConfig) -> None:
     scheduler.disable_hybrid_kv_cache_manager = True
 
 
+def _refuse_two_forms(words: Sequence[str]) -> None:
+    """Refuse flags with dots beside JSON: vLLM makes JSON of them that replaces the other."""
+    flag = "--kv-transfer-config"
+    names = [word.replace("_", "-").partition("=")[0] for word in words]
+    if flag in names and any(name.startswith(f"{flag}.") for name in names):
+        raise ValueError(
+            f"{flag} is there as JSON and with dots, and vLLM takes one of the two alone; write "
+            "all of it as JSON."
+        )
+
+
 def _settle_hybrid(config: VllmConfig) -> None:
     if (counted := versions.counted()) is not None:
         logger.info_once("%s", counted)
     cache, transfer = config.cache_config, config.kv_transfer_config
+    if config.is_mm_encoder_only:
+        raise ValueError(
+            "this instance runs the encoder of its multimodal model alone, which has no KV cache; "
+            "remove --kv-transfer-config here."
+        )
+    _refuse_two_forms(sys.argv)
     if not cache.enable_prefix_caching and config.model_config.runner_type == "pooling":
         raise ValueError(
             "enable_prefix_caching=False leaves no boundary that LMCache could store for this "

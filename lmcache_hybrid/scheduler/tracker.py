@@ -275,7 +275,7 @@ class RequestTracker:
     def admit(self) -> int:
         """Start without a load; vLLM has blocks. Returns as :meth:`withdraw` does."""
         claim = self.withdraw()
-        self.phase = NotAsked()
+        self.phase, self.load_seconds = NotAsked(), None  # vLLM may leave a promise alone
         return claim
 
     def leave_store(self) -> None:

@@ -23,6 +23,7 @@ from vllm_patch.connector import LMCacheConnectorV1, UpstreamConnector
 
 from .helpers import N, engine_config, make_request
 from .scheduler_rig import Rig as SchedulerRig
+from .scheduler_rig import table
 
 vllm_patch.register()
 ROOT = Path(__file__).parents[2]
@@ -205,3 +206,14 @@ def test_a_request_is_logged_once(worker, hybrid_log):
         f"Reqid: r, Total tokens {3 * N + 1}, Inference Engine computed tokens: 0, "
         f"LMCache hit tokens: {3 * N}, need to load: {3 * N}"
     )
+
+
+def test_a_promise_that_vllm_leaves_alone_is_no_load(hybrid_log):
+    """It has a part of a block itself, or no experts of these tokens."""
+    request = make_request()
+    rig = SchedulerRig().holds(request, 3, 3)
+    assert rig.match(request)[0] == 3 * N
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    rig.step()
+    (line,) = [r.getMessage() for r in hybrid_log.records if r.levelname != "DEBUG"]
+    assert line.endswith(f"LMCache hit tokens: {3 * N}, need to load: 0")

@@ -5,9 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 
+from lmcache_hybrid import scheduler_side
 from vllm_patch import configuration, unsound
 
-from .helpers import engine_config
+from .helpers import OPTIONS, PLAN, engine_config
+from .lmcache_settings import lmcache_config
 
 
 def test_a_pooling_model_without_prefixes_is_told_so():
@@ -62,3 +64,11 @@ def test_experts_of_each_token_are_not_returned_for_hits(caps, monkeypatch):
     config.aux_output_config.enable_return_routed_experts = True
     with nullcontext() if caps else pytest.raises(ValueError, match="; remove --enable-return-r"):
         configuration._settle(config)
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_it_says_that_experts_of_other_engines_are_unknown(returned, hybrid_log):
+    config = engine_config("lfm2")
+    config.aux_output_config.enable_return_routed_experts = returned
+    scheduler_side._warn(config, PLAN, lmcache_config(), OPTIONS)
+    assert ("Remove --enable-return-routed-experts" in hybrid_log.text) == returned

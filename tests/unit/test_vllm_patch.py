@@ -392,6 +392,26 @@ def test_what_would_make_answers_wrong_is_refused(args, sentence):
     engine_config("llama", **args)
 
 
+def test_an_encoder_alone_is_refused(monkeypatch):
+    monkeypatch.setattr(VllmConfig, "is_mm_encoder_only", True)
+    with pytest.raises(ValueError, match="runs the encoder .* alone, .*; remove --kv-transfer-co"):
+        engine_config("qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "words, refused",
+    [
+        (["--kv-transfer-config", "{}", "--kv_transfer_config.kv_role=kv_both"], True),
+        (["--kv-transfer-config={}"], False),
+        (["--kv-transfer-config.kv_connector", "LMCacheConnectorV1"], False),
+    ],
+)
+def test_a_connector_that_is_written_in_two_forms_is_refused(words, refused, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "MODEL", *words])
+    with pytest.raises(ValueError, match="as JSON and with dots") if refused else nullcontext():
+        engine_config("qwen3_next")
+
+
 def test_a_model_of_recurrent_layers_alone_is_refused(tmp_path):
     """vLLM keeps no prefix cache for it by default, which was named as the cause."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "state_size": 16, "time_step_rank": 4}

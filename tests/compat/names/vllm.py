@@ -161,7 +161,9 @@ VLLM = (
         replaced_in=_CONFIGURATION,
     ),
     *attributes(
-        _CONFIG, "VllmConfig", "weight_transfer_config speculative_config aux_output_config"
+        _CONFIG,
+        "VllmConfig",
+        "weight_transfer_config speculative_config aux_output_config is_mm_encoder_only",
     ),
     Hook("vllm.config.aux_output", "AuxOutputConfig.enabled"),
     Hook(
