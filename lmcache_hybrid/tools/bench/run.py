@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmcache_hybrid.tools.bench.server import Server, ServerError
+from lmcache_hybrid.tools.bench.server import HOST, Server, ServerError
 from lmcache_hybrid.tools.bench.workload import Round, rounds
 from lmcache_hybrid.tools.subprocesses import kill_group, send, start_module
 
@@ -78,6 +78,15 @@ def arms(flags: Sequence[str]) -> dict[str, list[str]]:
     return {ALONE: alone, WITH: [*alone, TRANSFER_FLAG, transfer]}
 
 
+def no_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which no proxy is asked for the server, nor for others there."""
+    names = ("no_proxy", "NO_PROXY")
+    given = next(filter(None, map(environment.get, names)), "")
+    # "*" counts for all hosts only where it stands alone.
+    hosts = given if given in ("", "*") else f"{given},{HOST}"
+    return dict.fromkeys(names, hosts or HOST)
+
+
 class Client:
     """vLLM's own client, in a process of its own. Owned by one thread until ``close``."""
 
@@ -87,8 +96,8 @@ class Client:
         trusts = [flag for flag in flags if flag == "--trust-remote-code"]
         self._model = {"model": model, "tokenizer": trusts}
         with log.open("ab") as out:
-            direct = {name: "127.0.0.1" for name in ("no_proxy", "NO_PROXY")}
-            self._process, self._answers = start_module(CLIENT, out, {**os.environ, **direct})
+            environment = {**os.environ, **no_proxy(os.environ)}
+            self._process, self._answers = start_module(CLIENT, out, environment)
 
     def ask(
         self, url: str, served: str, prompts: Sequence[list[int]], load: Load

@@ -15,6 +15,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from lmcache_hybrid.tools.subprocesses import kill_group
 
+HOST = "127.0.0.1"
 COMMAND = Path(__file__).parents[1] / "vllm_command.py"
 # STOP_SECONDS includes LMCache's queued writes.
 STOP_SECONDS, FORGET_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.5
@@ -49,10 +50,10 @@ class Server:
             log: its output is appended to it.
             environment: of the process, beside this one's.
         """
-        with socket.create_server(("127.0.0.1", 0)) as probe:
+        with socket.create_server((HOST, 0)) as probe:
             port = str(probe.getsockname()[1])
-        self.url = f"http://127.0.0.1:{port}"
-        own = ["--host", "127.0.0.1", "--port", port, "--shutdown-timeout", "60"]
+        self.url = f"http://{HOST}:{port}"
+        own = ["--host", HOST, "--port", port, "--shutdown-timeout", "60"]
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 [sys.executable, str(COMMAND), "serve", model, *flags, *own],

@@ -21,7 +21,7 @@ from lmcache_hybrid.tools.cli.terminal import (
     write_out,
 )
 
-EXIT_FAILED = 1
+EXIT_FAILED, EXIT_NOT_WRITTEN = 1, 3
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 OTHER_CORES = (
     "On a CPU, vLLM computes on other cores beside a connector than without one: to compare both "
@@ -57,7 +57,8 @@ def bench(
     vLLM's own cache is emptied, as other prompts do that need its room.
     It takes three starts of the server, and 5 to 15 minutes for the prompts.
 
-    Exit code 0: measured, 1: a server or a request failed.
+    Exit code 0: measured, 1: a server or a request failed, 3: measured, but
+    --out could not be written.
     """
     check_model(model)
     if lmcache_config is not None and not lmcache_config.exists():
@@ -89,11 +90,11 @@ def bench(
             errors.print(f"{error or 'Stopped'}. The log is {log}.", soft_wrap=True, markup=False)
             raise typer.Exit(EXIT_FAILED) from None
     print_table(Console(highlight=False), found)
-    if out is not None and not write_out(out, as_json(model, vllm_flags or [], load, found)):
-        raise typer.Exit(EXIT_FAILED)
     if BINDING not in os.environ and _on_cpu():
         errors.print(OTHER_CORES, soft_wrap=True)
     log.unlink()
+    if out is not None and not write_out(out, as_json(model, vllm_flags or [], load, found)):
+        raise typer.Exit(EXIT_NOT_WRITTEN)
 
 
 def _check_flags(flags: list[str]) -> None:

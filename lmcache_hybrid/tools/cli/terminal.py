@@ -71,24 +71,33 @@ def check_out(out: Path | None) -> None:
     """
     if out is None:
         return
-    there = out.exists()
+    there = os.path.lexists(out)  # exists() raises where a folder may not be read
     try:
         out.open("a").close()
     except OSError as error:
         raise typer.BadParameter(
-            f"--out {str(out)!r} cannot be written ({error.strerror})"
+            f"--out {str(out)!r} cannot be written ({error.strerror}); name a file in a folder "
+            "that this user can write to"
         ) from None
     if not there:
         out.unlink()
 
 
 def write_out(out: Path, result: Any) -> bool:
-    """Write a result as JSON. Where that fails it says so, and returns False."""
+    """Write a result as JSON, after it was printed.
+
+    Returns:
+        Whether it was written; if not, a sentence on standard error says why.
+    """
     text = json.dumps(result, indent=1, allow_nan=False)
     try:
         out.write_text(f"{text}\n")
     except OSError as error:
-        print(f"--out {str(out)!r} cannot be written ({error.strerror}).", file=sys.stderr)
+        print(
+            f"--out {str(out)!r} cannot be written ({error.strerror}); the result is printed above "
+            "alone.",
+            file=sys.stderr,
+        )
         return False
     return True
 
