@@ -4,9 +4,13 @@
 import importlib
 import itertools
 import json
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,10 +27,12 @@ from lmcache_hybrid.tools.bench.run import (
     Load,
     Measured,
     arms,
+    no_proxy,
     prompt_tokens,
 )
 from lmcache_hybrid.tools.bench.workload import NEW, QUESTION_TOKENS, rounds
 from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.cli.terminal import check_out
 
 OTHER = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"})
 TITLE = "the same prompts after others"
@@ -146,8 +152,6 @@ def test_the_table_fits_a_terminal(capsys):
     [
         (["/no/such/model"], "does not exist"),
         (["some/model", "--lmcache-config", "/no/such/file"], "'/no/such/file' does not exist"),
-        (["some/model", "--out", "/no/such/out.json"], "cannot be written (No such file or dir"),
-        (["some/model", "--out", "/tmp"], "--out '/tmp' cannot be written (Is a directory)"),
         (["some/model", "--documents", "0"], "greater than or equal to 1"),
     ],
 )
@@ -212,48 +216,137 @@ def test_it_measures_the_users_own_stores_with_prompts_of_its_own(monkeypatch, t
     assert (first == second == str(file)) == bool(given)
 
 
-def test_a_server_on_this_machine_is_asked_past_any_proxy(monkeypatch):
+# Stands for vllm serve; ends by itself where a test that failed left it behind.
+SERVER = """
+import json, os, sys, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+asked = []
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        asked.append(self.path)
+        model = {"id": "m", "max_model_len": 4096}
+        text = json.dumps({"data": [model], "success": True})
+        if self.path == "/metrics":
+            text = f"vllm:prompt_tokens_total {len(asked)}"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+    do_POST = do_GET
+threading.Timer(60, os._exit, [1]).start()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+HTTPServer(("127.0.0.1", port), Answers).serve_forever()
+"""
+# Stands for vLLM's client, which takes its proxies from the environment, too.
+CLIENT = """
+import json, os, sys
+from urllib.request import urlopen
+with os.fdopen(int(sys.argv[1]), "w", buffering=1) as out:
+    for line in sys.stdin:
+        task = json.loads(line)
+        urlopen(task["url"] + "/v1/completions", b"{}")
+        found = {"completed": len(task["prompts"]), "median_ttft_ms": 1, "request_throughput": 1}
+        out.write(json.dumps(found) + "\\n")
+"""
+BENCH = """
+import sys
+from pathlib import Path
+from lmcache_hybrid.tools.bench import run, server
+from lmcache_hybrid.tools.cli import app
+server.COMMAND, run.CLIENT = Path("stand_in_server.py").absolute(), "stand_in_client"
+app(["bench", "some/model", "--documents", "1"])
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"no_proxy": "10.0.0.1"}, {"NO_PROXY": "10.0.0.1"}])
+def test_servers_on_this_machine_are_asked_past_any_proxy(given, tmp_path):
     """A company's proxy answers for 127.0.0.1, too, and the wait had no end."""
+    refused = []
 
-    class Healthy(BaseHTTPRequestHandler):
+    class Proxy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
+            refused.append(self.path)
+            self.send_error(403)
 
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    one = server.Server.__new__(server.Server)
-    with HTTPServer(("127.0.0.1", 0), Healthy) as served:
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        one.url = f"http://127.0.0.1:{served.server_port}"
-        assert one._healthy()
-        served.shutdown()
+        do_POST = do_GET
+
+    (tmp_path / "stand_in_server.py").write_text(SERVER)
+    (tmp_path / "stand_in_client.py").write_text(CLIENT)
+    with HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        names = ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY")
+        environment = {name: value for name, value in os.environ.items() if name not in names}
+        environment |= {"http_proxy": f"http://127.0.0.1:{proxy.server_port}", **given}
+        environment |= {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+        command = [sys.executable, "-c", BENCH]
+        try:
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=45
+            )
+        finally:
+            proxy.shutdown()
+    assert not refused
+    assert done.returncode == 0 and "documents after a restart" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "given, hosts",
+    [
+        ({}, "127.0.0.1"),
+        ({"no_proxy": "", "NO_PROXY": "hub"}, "hub,127.0.0.1"),
+        ({"no_proxy": "hub", "NO_PROXY": "other"}, "hub,127.0.0.1"),
+        ({"NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_hosts_without_a_proxy_stay_so_for_the_client(given, hosts):
+    """It may fetch a tokenizer from one of them."""
+    assert no_proxy(given) == {"no_proxy": hosts, "NO_PROXY": hosts}
+
+
+@pytest.mark.parametrize("command", ["accept", "bench"])
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("", "Is a directory"),
+        ("no/out.json", "No such file or directory"),
+        ("o" * 300, "File name too long"),
+    ],
+)
+def test_an_out_that_cannot_be_written_is_refused_before_the_work(command, name, why, tmp_path):
+    out = tmp_path / name
+    asked = [command, "some/model", "--out", str(out)]
+    answer = CliRunner().invoke(app, asked, env={"COLUMNS": "999"})
+    told = f"--out {str(out)!r} cannot be written ({why}); name a file in a folder that this user"
+    assert answer.exit_code == 2 and told in answer.output
+
+
+def test_trying_an_out_changes_nothing(tmp_path):
+    out, link = tmp_path / "out.json", tmp_path / "link.json"
+    check_out(out)
+    assert not out.exists()
+    out.write_text("of before")
+    link.symlink_to(out)
+    check_out(out)
+    check_out(link)
+    assert out.read_text() == "of before" and link.is_symlink()
 
 
 @pytest.mark.parametrize("command", ["accept", "bench"])
 def test_a_result_that_cannot_be_written_is_printed_all_the_same(command, monkeypatch, tmp_path):
-    """The folder goes while it measures."""
-    out = tmp_path / "folder" / "out.json"
-    out.parent.mkdir()
-
-    def measure(*rest):
-        out.parent.rmdir()
-        return [measured(ALONE), measured(WITH)]
-
-    def ask_engines(self, engine):
-        out.parent.rmdir()
-        return SimpleNamespace(facts={}, verdict=Verdict.PASS)
-
+    """The disk is full."""
     accept = importlib.import_module("lmcache_hybrid.tools.cli.accept")
-    monkeypatch.setattr("lmcache_hybrid.tools.bench.run.measure", measure)
-    monkeypatch.setattr(accept.Run, "ask_engines", ask_engines)
+    passed = SimpleNamespace(facts={}, verdict=Verdict.PASS)
+    found = [measured(ALONE), measured(WITH)]
+    monkeypatch.setattr("lmcache_hybrid.tools.bench.run.measure", lambda *rest: found)
+    monkeypatch.setattr(accept.Run, "ask_engines", lambda *rest: passed)
     monkeypatch.setattr(accept, "print_verdict", lambda console, result: console.print("PASS"))
     monkeypatch.setattr(accept, "as_json", lambda result: {})
-    answer = CliRunner().invoke(app, [command, "some/model", "--out", str(out)])
-    assert "cannot be written (No such file or directory)" in answer.output
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    answer = CliRunner().invoke(app, [command, "some/model", "--out", "/dev/full"])
+    told = "--out '/dev/full' cannot be written (No space left on device); the result is printed"
+    assert told in answer.output and "Traceback" not in answer.output
     assert ("PASS" if command == "accept" else TITLE) in answer.output
-    assert answer.exit_code == (0 if command == "accept" else 1)
+    assert answer.exit_code == (0 if command == "accept" else 3)
+    assert not list(tmp_path.glob("*.log"))
 
 
 @pytest.mark.parametrize("cpu, cores", [(True, ""), (True, "0,1"), (False, "")])

@@ -582,7 +582,9 @@ def test_the_pools_of_all_ranks_must_fit_the_machine(monkeypatch, ranks, executo
         lmcache_config_module, "memory_of_the_machine", lambda limit: 10 * (1 << 30)
     )
     config = vllm_config(transfer())
-    config.parallel_config = SimpleNamespace(local_world_size=ranks, use_ray=executor == "ray")
+    config.parallel_config = SimpleNamespace(
+        local_world_size=ranks, use_ray=executor == "ray", data_parallel_size_local=1
+    )
     found = lmcache_config(max_local_cpu_size=4.0)
     if not refused:
         checked_options(config, found)

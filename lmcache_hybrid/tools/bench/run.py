@@ -79,7 +79,7 @@ def arms(flags: Sequence[str]) -> dict[str, list[str]]:
 
 
 def no_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which no proxy is asked for the server, nor for others there."""
+    """Return the variables that name the hosts without a proxy, with the servers' host added."""
     names = ("no_proxy", "NO_PROXY")
     given = next(filter(None, map(environment.get, names)), "")
     # "*" counts for all hosts only where it stands alone.
