@@ -232,7 +232,9 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
     do_POST = do_GET
-threading.Timer(60, os._exit, [1]).start()
+ends = threading.Timer(60, os._exit, [1])
+ends.daemon = True
+ends.start()
 port = int(sys.argv[sys.argv.index("--port") + 1])
 HTTPServer(("127.0.0.1", port), Answers).serve_forever()
 """
@@ -257,8 +259,7 @@ app(["bench", "some/model", "--documents", "1"])
 """
 
 
-@pytest.mark.parametrize("given", [{}, {"no_proxy": "10.0.0.1"}, {"NO_PROXY": "10.0.0.1"}])
-def test_servers_on_this_machine_are_asked_past_any_proxy(given, tmp_path):
+def test_servers_on_this_machine_are_asked_past_any_proxy(tmp_path):
     """A company's proxy answers for 127.0.0.1, too, and the wait had no end."""
     refused = []
 
@@ -275,8 +276,10 @@ def test_servers_on_this_machine_are_asked_past_any_proxy(given, tmp_path):
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         names = ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY")
         environment = {name: value for name, value in os.environ.items() if name not in names}
-        environment |= {"http_proxy": f"http://127.0.0.1:{proxy.server_port}", **given}
+        environment |= {"http_proxy": f"http://127.0.0.1:{proxy.server_port}"}
         environment |= {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+        # With cores named, it need not ask vLLM for the platform.
+        environment |= {"TMPDIR": str(tmp_path), "VLLM_CPU_OMP_THREADS_BIND": "0"}
         command = [sys.executable, "-c", BENCH]
         try:
             done = subprocess.run(

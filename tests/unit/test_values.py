@@ -345,6 +345,7 @@ def warned_of(hybrid_log, **settings) -> list[str]:
         kv_events_config=None,
         model_config=SimpleNamespace(max_model_len=4096, runner_type="generate"),
     )
+    config.aux_output_config = SimpleNamespace(enabled=False)
     _warn(config, PLAN, lmcache_config(**settings), OPTIONS)
     return [each.message for each in hybrid_log.records if each.levelname == "WARNING"]
 
