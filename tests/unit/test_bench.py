@@ -314,7 +314,10 @@ def test_hosts_without_a_proxy_stay_so_for_the_client(given, hosts):
         ("o" * 300, "File name too long"),
     ],
 )
-def test_an_out_that_cannot_be_written_is_refused_before_the_work(command, name, why, tmp_path):
+def test_an_out_that_cannot_be_written_is_refused_before_the_work(
+    command, name, why, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("lmcache_hybrid.upstream.versions.absent", lambda: "The work began.")
     out = tmp_path / name
     asked = [command, "some/model", "--out", str(out)]
     answer = CliRunner().invoke(app, asked, env={"COLUMNS": "999"})
