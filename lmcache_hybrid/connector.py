@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -370,7 +371,10 @@ class HybridConnector(KVConnectorBase_V1):
 
     @guarded("what the step computed is not stored", _skip_saves)
     def wait_for_save(self) -> None:
-        if self.worker is not None and self._guard.stands():
+        if sys.exc_info()[0] is not None:
+            # The V1 runner calls this for a step that failed, too: its blocks hold anything.
+            self._skip_saves()
+        elif self.worker is not None and self._guard.stands():
             self.worker.save(self._metadata)
         else:  # the other ranks wait for this one
             ADAPTERS.all_hold([save.prefix.adapter for save in self._metadata.saves])

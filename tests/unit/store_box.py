@@ -35,6 +35,7 @@ FINGERPRINT = bytes(range(16))
 MODEL = "tiny"
 SIZE = 1000  # bytes of a test payload, no multiple of anything
 MAX_PAYLOAD = 4096
+LARGE = 1 << 20  # bytes of a payload whose memory is unmapped when a pool ends
 POOL_GB = 0.004
 DEADLINE = 30.0
 

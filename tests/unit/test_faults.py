@@ -131,6 +131,22 @@ def test_a_rank_that_is_off_fails_every_load(worker_rig):
     assert results.finished_sending == {"e"}
 
 
+def test_a_step_that_failed_is_not_stored(worker_rig):
+    """vLLM's V1 runner asks for its save all the same, and its blocks hold anything."""
+    rig = worker_rig()
+    connector = door(rig)
+    connector.bind_connector_metadata(rig.save_metadata())
+    with pytest.raises(MemoryError):
+        try:
+            raise MemoryError("in a layer")
+        finally:
+            connector.wait_for_save()
+    assert rig.worker.counts.skipped_saves == {"error": 1}
+    connector.bind_connector_metadata(rig.save_metadata())
+    connector.wait_for_save()
+    assert rig.worker.counts.skipped_saves == {"error": 1}, "the next step is stored"
+
+
 def test_a_step_that_cannot_be_stored_counts_as_skipped_and_goes_on(worker_rig, lenient):
     rig = worker_rig()
     connector = door(rig)

@@ -304,7 +304,7 @@ class HybridFSConnector(BatchConnector):
         raise NotImplementedError("lmcache-hybrid inspect lists what a folder holds")
 
     async def close(self) -> None:
-        """Wait for queued writes, and end all threads that are not stuck."""
+        """Wait for queued writes, and end all threads that are not stuck. Idempotent."""
         await self.flush(FLUSH_SECONDS)
         for threads in (self._readers, self._writers, self._askers, self._uses):
             threads.close()

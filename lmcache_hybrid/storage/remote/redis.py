@@ -335,7 +335,7 @@ class HybridRedisConnector(BatchConnector):
         return awaited(job)
 
     async def close(self) -> None:
-        """Wait for queued writes, then end the threads, the connections and who waits for them."""
+        """Wait for queued writes, then end threads, connections and who waits. Idempotent."""
         await self.flush(FLUSH_SECONDS)
         self._refusals.close()
         for threads in (self._readers, self._writers, self._askers):

@@ -92,6 +92,8 @@ class HybridS3Connector(BatchConnector):
         self._writers = asyncio.Semaphore(WRITERS)
         self._writing: set[asyncio.Task] = set()
         self._in_flight: set[S3Request] = set()
+        self._batches: set[asyncio.Future[list[BaseException | None]]] = set()
+        self._closed = False
         self._unreachable = -math.inf  # time.monotonic of the last write that got no answer
         self._tls = not (context.config.extra_config or {}).get("disable_tls")
         self.shown = f"s3://{theirs.s3_endpoint}"
@@ -182,8 +184,10 @@ class HybridS3Connector(BatchConnector):
         If one gets no answer, those queued behind it fail at once: they would hold the pool's
         memory, one after the other, for as long as the server is away.
         """
-        jobs = map(self._put, keys, memory_objs)
-        for outcome in await asyncio.gather(*jobs, return_exceptions=True):
+        batch = asyncio.gather(*map(self._put, keys, memory_objs), return_exceptions=True)
+        self._batches.add(batch)  # its tasks begin later than a close that follows at once
+        batch.add_done_callback(self._batches.discard)
+        for outcome in await batch:
             if isinstance(outcome, BaseException):
                 raise outcome
 
@@ -293,9 +297,12 @@ class HybridS3Connector(BatchConnector):
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Wait for queued writes, FLUSH_SECONDS at most, and cancel the rest."""
-        if self._writing:
-            await asyncio.wait(self._writing, timeout=FLUSH_SECONDS)
+        """Wait for queued writes, FLUSH_SECONDS at most, and cancel the rest. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._batches:
+            await asyncio.wait(self._batches, timeout=FLUSH_SECONDS)
         self._refusals.close()
         rest = list(self._in_flight)
         for request in rest:

@@ -21,6 +21,8 @@ from lmcache_hybrid.storage.tiers.base import Observer, Opening, StorageTier
 
 # Max seconds to remove a damaged record; the server has just answered.
 REMOVAL_SECONDS = 1.0
+# Max seconds to end a connector, more than it waits for its queued writes.
+CLOSE_SECONDS = 12.0
 
 
 class RemoteTier(StorageTier):
@@ -81,7 +83,15 @@ class RemoteTier(StorageTier):
         return [key.with_new_worker_id(0) for key in keys]
 
     def close(self) -> None:
+        """See :meth:`.Tier.close`. Waits for queued writes, and ends the connector.
+
+        LMCache closes it again, but only after it has freed the memory that is still to be written.
+        """
         self._reader.close()
+        if self.backend.connection is not None and self.backend.loop.is_running():
+            ending = asyncio.run_coroutine_threadsafe(self._connector.close(), self.backend.loop)
+            with contextlib.suppress(TimeoutError):  # the process ends all the same
+                ending.result(CLOSE_SECONDS)
 
     @property
     def _patience(self) -> float:

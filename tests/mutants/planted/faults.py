@@ -27,6 +27,10 @@ MISTAKES = {
         "errors of adapters are in no metric": gone("        ADAPTERS.ledger = self.ledger\n"),
     },
     "lmcache_hybrid/connector.py": {
+        "a step that failed is stored": (
+            "        if sys.exc_info()[0] is not None:\n",
+            "        if False:\n",
+        ),
         "an engine that LMCache could not close stays open": (
             "            ends += (self._manager.stop_services, close)\n",
             "            ends.append(self._manager.stop_services)\n",

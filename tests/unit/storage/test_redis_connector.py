@@ -28,7 +28,7 @@ from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from ..helpers import payload_of, put
 from ..lmcache_settings import lmcache_config
 from ..old_records import add_metadata
-from ..store_box import KEYS, SIZE, Box, make_many_connections, until
+from ..store_box import KEYS, LARGE, SIZE, Box, make_many_connections, until
 
 GIB = 1 << 30
 
@@ -201,12 +201,14 @@ def test_any_number_of_connections_is_made_in_time(box):
 
 
 def test_closing_waits_for_queued_writes(box):
-    box = box("redis").write(KEYS[:1])
+    """Their memory is unmapped then, which a pool of a few MB is not."""
+    box = box("redis", max_payload=LARGE, max_local_cpu_size=0.25).write(KEYS[:1])
     box.redis.client_pause(300, all=False)
-    put(box.store, KEYS[1:], SIZE)
+    put(box.store, KEYS[1:], LARGE)
     names = [name_of(box, key) + VALUE for key in KEYS]
     box.close()
-    assert box.redis.exists(*names) == len(KEYS)
+    assert box.redis.exists(*names) == len(KEYS) and not box.store.failed_writes
+    assert all(box.redis.strlen(name) > LARGE for name in names[1:])
 
 
 def test_closing_does_not_wait_for_a_silent_server(box, monkeypatch):
