@@ -57,8 +57,8 @@ MISTAKES = {
             "            self.failed(1)\n",
         ),
         "closing drops what waits to be written to S3": (
-            "        if self._writing:\n",
-            "        if not self._writing:\n",
+            "        if self._batches:\n",
+            "        if not self._batches:\n",
         ),
         "closing leaves requests to S3 behind": gone(
             "        for request in rest:\n            request.cancel()\n"

@@ -54,8 +54,8 @@ MISTAKES = {
             "        self._guard.reset()\n        self.worker.reset(epoch)\n",
         ),
         "steps of new weights are stored as those of the old ones": (
-            "        if self.worker is not None and self._guard.stands():\n",
-            "        if self.worker is not None:\n",
+            "        elif self.worker is not None and self._guard.stands():\n",
+            "        elif self.worker is not None:\n",
         ),
         "an engine stores although its weights are not known": (
             "            if refusal is None and self._problem is None:\n"

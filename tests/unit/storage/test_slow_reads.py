@@ -149,7 +149,6 @@ def test_the_threads_of_reads_end_with_their_worker(box, worker_rig):
     worker.store = box.store
     worker.shutdown()
     until(lambda: not any(each.is_alive() for each in made), "a thread is left")
-    box.read()
 
 
 def test_a_read_that_raises_keeps_no_buffer_of_those_beside_it(box, monkeypatch):
