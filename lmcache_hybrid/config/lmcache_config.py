@@ -488,10 +488,13 @@ def _check_disk_in_memory(
         taken: bytes of all pools.
         whole: bytes of memory.
     """
-    folders = [each.strip() for each in (config.local_disk or "").split(",")]
-    kinds = {each: file_system_of(each) for each in folders if os.path.isdir(each)}
+    named = [each.strip() for each in config.local_disk.split(",")] if config.local_disk else []
+    # The last part of a path is made later, see check_folder.
+    there = {each: each if os.path.isdir(each) else os.path.dirname(each) for each in named}
+    kinds = {each: file_system_of(at) for each, at in there.items() if os.path.isdir(at)}
     in_memory = [each for each, kind in kinds.items() if kind in ("tmpfs", "ramfs")]
-    room = sum(shutil.disk_usage(each).total or math.inf for each in in_memory)  # 0: no limit
+    # A total of 0 is no limit.
+    room = sum(shutil.disk_usage(there[each]).total or math.inf for each in in_memory)
     files = min(room, ranks * (config.max_local_disk_size or 0) * (1 << 30))
     if taken + files > whole:
         raise ConfigError(

@@ -368,7 +368,7 @@ class HybridScheduler:
 
         See :attr:`Drafter.forgets`. One that has ended goes on no more.
         """
-        for request_id in self._left_out & scheduled.keys():
+        for request_id in self._left_out & scheduled.keys() & self._trackers.keys():
             self._trackers[request_id].leave_store()
             with self.ledger as counts:
                 counts.skipped_requests["skipped_step"] += 1

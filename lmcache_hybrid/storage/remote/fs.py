@@ -104,7 +104,7 @@ class HybridFSConnector(BatchConnector):
             OSError: a folder cannot be made.
         """
         super().__init__(context)
-        self._pool = context.local_cpu_backend
+        self._pool, self._closed = context.local_cpu_backend, False
         self._folders, self.shown = tuple(folders), ",".join(folders)
         for folder in self._folders:
             os.makedirs(folder, exist_ok=True)
@@ -305,6 +305,9 @@ class HybridFSConnector(BatchConnector):
 
     async def close(self) -> None:
         """Wait for queued writes, and end all threads that are not stuck. Idempotent."""
+        if self._closed:
+            return  # what hangs was waited for
+        self._closed = True
         await self.flush(FLUSH_SECONDS)
         for threads in (self._readers, self._writers, self._askers, self._uses):
             threads.close()

@@ -83,7 +83,7 @@ class RemoteTier(StorageTier):
         return [key.with_new_worker_id(0) for key in keys]
 
     def close(self) -> None:
-        """See :meth:`.Tier.close`. Waits for queued writes, and ends the connector.
+        """See :meth:`.StorageTier.close`. Waits for queued writes, and ends the connector.
 
         LMCache closes it again, but only after it has freed the memory that is still to be written.
         """
