@@ -355,6 +355,7 @@ class HybridConnector(KVConnectorBase_V1):
         KVConnectorBase_V1.bind_connector_metadata(self, metadata)
         # Stays after the step; vLLM clears its own.
         self._metadata = metadata
+        self._handled = sys.exc_info()[1]  # by who called the engine, which is no failure of it
         if self.worker is not None:
             # With asynchronous loads vLLM calls start_load_kv after the forward, to keep its cost
             # off the critical path. Here it costs next to nothing, and a load that runs beside
@@ -369,9 +370,12 @@ class HybridConnector(KVConnectorBase_V1):
         if self.worker is not None:
             self.worker.skip_saves(self._metadata)
 
+    # The exception that was being handled when the step began.
+    _handled: BaseException | None = None
+
     @guarded("what the step computed is not stored", _skip_saves)
     def wait_for_save(self) -> None:
-        if sys.exc_info()[0] is not None:
+        if sys.exc_info()[1] not in (None, self._handled):
             # The V1 runner calls this for a step that failed, too: its blocks hold anything.
             self._skip_saves()
         elif self.worker is not None and self._guard.stands():

@@ -488,13 +488,16 @@ def _check_disk_in_memory(
         taken: bytes of all pools.
         whole: bytes of memory.
     """
-    named = [each.strip() for each in config.local_disk.split(",")] if config.local_disk else []
+    written = config.local_disk.split(",") if config.local_disk else ()
+    named = [os.path.abspath(each.strip()) for each in written]
     # The last part of a path is made later, see check_folder.
     there = {each: each if os.path.isdir(each) else os.path.dirname(each) for each in named}
     kinds = {each: file_system_of(at) for each, at in there.items() if os.path.isdir(at)}
     in_memory = [each for each, kind in kinds.items() if kind in ("tmpfs", "ramfs")]
     # A total of 0 is no limit.
-    room = sum(shutil.disk_usage(there[each]).total or math.inf for each in in_memory)
+    places = [there[each] for each in in_memory]
+    sizes = {os.stat(at).st_dev: shutil.disk_usage(at).total for at in places}
+    room = sum(size or math.inf for size in sizes.values())
     files = min(room, ranks * (config.max_local_disk_size or 0) * (1 << 30))
     if taken + files > whole:
         raise ConfigError(

@@ -72,7 +72,7 @@ def test_a_disk_that_is_memory_counts_as_memory(
 ):
     """As far as it may grow."""
     config = lmcache_config(
-        local_disk=f" {tmp_path}/new", max_local_cpu_size=1, max_local_disk_size=3
+        local_disk=f" {tmp_path}/new/,{tmp_path}", max_local_cpu_size=1, max_local_disk_size=3
     )
     for name, value in (("memory_limit", 4.1), ("disk_usage", size)):
         owner = settled if name == "memory_limit" else settled.shutil

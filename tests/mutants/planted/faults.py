@@ -28,7 +28,7 @@ MISTAKES = {
     },
     "lmcache_hybrid/connector.py": {
         "a step that failed is stored": (
-            "        if sys.exc_info()[0] is not None:\n",
+            "        if sys.exc_info()[1] not in (None, self._handled):\n",
             "        if False:\n",
         ),
         "an engine that LMCache could not close stays open": (
