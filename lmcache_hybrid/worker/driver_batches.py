@@ -7,7 +7,9 @@ and the driver have it and it passes a check at start-up.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,8 @@ BATCHES_SINCE = 12080
 # them. Lift that when `python -m benchmarks.gpu.batches` finds nothing with any driver in use.
 MIN_BATCHED = 64 << 10
 MAX_BATCH = 256
-# The "legacy default" streams, on which the driver refuses batches.
+# The "legacy default" streams, on which the driver refuses batches. On one GPU vLLM's forward runs
+# there: it makes a stream of its own for tensor parallelism, and for layers that ask for one.
 DEFAULT_STREAMS = (0, 1)
 # Pieces of the start-up check, and bytes between them. Only sizes that are batched later: a driver
 # that breaks on others would end the engine.
@@ -81,13 +84,15 @@ class BatchedTransfer:
     """The Transfer with vLLM's batched copy. May be called by several threads.
 
     It copies one by one where the driver copies wrong (small pieces to the device) and where it
-    takes no batches: on the legacy default stream, and with unpinned memory. There vLLM's op
-    would loop over single copies and ignore their errors, so a save could store wrong bytes.
+    takes no batches, with unpinned memory. There vLLM's op would loop over single copies and ignore
+    their errors, so a save could store wrong bytes. So would it on the legacy default stream: there
+    batches run on a stream of their own, behind what the default one has and before what it gets.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._given_up = False
+        self._own = threading.local()
 
     def __call__(self, items: Sequence[CopyJob], to_host: bool) -> None:
         if not items:
@@ -104,7 +109,8 @@ class BatchedTransfer:
                 small.append(item)
         copy_one_by_one(small, to_host)
         try:
-            queue_batched(join(batched), to_host)
+            with self._stream_for_batches():
+                queue_batched(join(batched), to_host)
         except Exception as error:
             self._given_up = True
             logger.warning(
@@ -113,13 +119,29 @@ class BatchedTransfer:
             # Copying the same bytes again does no harm.
             copy_one_by_one(items, to_host)
 
+    @contextmanager
+    def _stream_for_batches(self) -> Iterator[None]:
+        """Make a stream current on which the driver takes batches, in the order of this one."""
+        queue = torch.cuda.current_stream(self._device)
+        if queue.cuda_stream not in DEFAULT_STREAMS:
+            yield
+            return
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(device=self._device)
+        own = self._own.stream
+        own.wait_stream(queue)
+        try:
+            with torch.cuda.stream(own):
+                yield
+        finally:
+            queue.wait_stream(own)
+
 
 def _takes_batches(device: torch.device, host: torch.Tensor) -> bool:
-    """Whether the driver takes a batch now, on this thread, of this host memory."""
+    """Whether the driver takes a batch of this host memory, called by this thread now."""
     return (
         # vLLM's op uses the current device's stream, whatever device the pointers are on.
         torch.cuda.current_device() == (device.index or 0)
-        and torch.cuda.current_stream(device).cuda_stream not in DEFAULT_STREAMS
         # The pool is one piece of memory, so one item is enough.
         and host.is_pinned()
     )

@@ -28,9 +28,9 @@ class StreamCopies:
 
     Rules, each held by a test in ``tests/sim/test_streams.py``:
 
-    - Saves are queued on the compute stream itself: the next forward, which may overwrite a
-      state, runs behind them. The device spends the time of the transfer; the host spends none,
-      and no device memory is needed, which vLLM has given away.
+    - Saves are queued on the compute stream itself, or between two parts of it: the next forward,
+      which may overwrite a state, runs behind them. The device spends the time of the transfer;
+      the host spends none, and no device memory is needed, which vLLM has given away.
     - Loads run on streams of their own, behind a mark on the compute stream: forwards and
       saves that were queued before may still use a block that vLLM handed to the load.
     - A load returns once the device has copied, even after an error: vLLM then zeroes,

@@ -7,7 +7,6 @@ Results are made of plain types, because they are sent to other processes.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -139,10 +138,7 @@ class AcceptExtension:
         try:
             copies = copies_for(self.device, threads)
             _wait(self.device)
-            # Like vLLM, on a stream of its own: drivers refuse batches on the default stream.
-            cpu = self.device.type == "cpu"
-            with nullcontext() if cpu else torch.Stream(device=self.device):
-                return _measure(copies, self.device, items, targets)
+            return _measure(copies, self.device, items, targets)
         finally:
             threads.close()
             for item in items:

@@ -50,12 +50,18 @@ MISTAKES = {
             "            reason = _difference(device)\n",
             "            _difference(device)\n",
         ),
-        "batches are queued on a stream where vLLM's op ignores errors": gone(
-            "        and torch.cuda.current_stream(device).cuda_stream not in DEFAULT_STREAMS\n"
+        "batches are queued on a stream where vLLM's op ignores errors": always(
+            "        if queue.cuda_stream not in DEFAULT_STREAMS:\n"
+        ),
+        "batches of a default stream run before the forward that writes their pages": gone(
+            "        own.wait_stream(queue)\n"
+        ),
+        "a forward overwrites states whose batch is still queued": passes(
+            "            queue.wait_stream(own)\n"
         ),
         "after a failed batch its copies are missing": (
-            "            copy_one_by_one(items, to_host)\n\n\ndef _takes",
-            "            copy_one_by_one(items[:0], to_host)\n\n\ndef _takes",
+            "again does no harm.\n            copy_one_by_one(items, to_host)\n",
+            "again does no harm.\n            copy_one_by_one(items[:0], to_host)\n",
         ),
     },
     "lmcache_hybrid/worker/pages.py": {
@@ -164,8 +170,8 @@ DEFECTS = (
             ),
             (
                 "lmcache_hybrid/worker/loads.py",
-                "size = restore(load, claim, after)",
-                "size = restore(load, claim, self._copies.mark())",
+                "size = self._restore(load, claim, after)",
+                "size = self._restore(load, claim, self._copies.mark())",
             ),
         ),
     ),
