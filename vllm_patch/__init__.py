@@ -10,7 +10,7 @@ vLLM calls :func:`register` in the API server, in EngineCore and in every worker
 | ``configuration`` | defaults, and refusals at start-up, in ``VllmConfig`` |
 | ``unsound`` | nothing; it refuses settings with which hits would be wrong |
 | ``connector`` | the class ``LMCacheConnectorV1`` |
-| ``compat`` | bugs of the scheduler, one repair each |
+| ``scheduler_repairs`` | bugs of the scheduler, one repair each |
 | ``cpu`` | bugs of the CPU platform, one repair each |
 | ``partial_hits`` | bugs of vLLM's own hits inside a block, one repair each |
 | ``kimi_k3`` | what Kimi-K3's layers write beside a drafter (a repair) |
@@ -63,7 +63,6 @@ def _install() -> str | None:
             return problem
         # Not before: on another version these imports may fail.
         from vllm_patch import (
-            compat,
             configuration,
             connector,
             cpu,
@@ -73,12 +72,13 @@ def _install() -> str | None:
             look_ahead,
             media_marks,
             partial_hits,
+            scheduler_repairs,
             sessions,
         )
 
         configuration.install()
         media_marks.install()
-        compat.install()
+        scheduler_repairs.install()
         look_ahead.install()
         cpu.install()
         partial_hits.install()

@@ -66,7 +66,7 @@ def publish_no_state_late() -> None:
 
     Bug: with a drafter of several MTP modules whose KV cache group vLLM does not know, vLLM takes
     every group for it and publishes the last tokens of a step with the request's next step (as in
-    :func:`.compat.publish_where_steps_ended`). The
+    :func:`.scheduler_repairs.publish_where_steps_ended`). The
     state of a token inside a block is in the request's running block, which has gone on by then.
     Symptom: with ``--prefix-match-unit`` the state of a later token is found, and offered to
     connectors, as that of the boundary: the next request with this prefix gets wrong tokens, with

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_hybrid.core.groups import is_served
 from lmcache_hybrid.identity.media import carry_mark, mark_of
 from vllm_patch.configuration import is_ours
+from vllm_patch.scheduler_repairs import free_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -68,12 +69,7 @@ def _start_over(scheduler: "Scheduler", session: "Request") -> None:
     No block behind the last kept token has a hash: vLLM hashes what has been sampled, up to the
     last token, and the discarded one is the last.
     """
-    if scheduler.aux_output_connector is not None:
-        scheduler.aux_output_connector.request_finished(session)
-    scheduler._free_request_blocks(session)
-    scheduler.encoder_cache_manager.free(session)
-    scheduler._inflight_prefills.discard(session)
-    session.num_computed_tokens = 0
+    free_blocks(scheduler, session)
     # Drafts that have come, or still come, are for the ended part.
     session.spec_token_ids, session.is_prefill_chunk = [], True
     # After a load vLLM does not send workers the new prompt of a preempted request.

@@ -124,6 +124,11 @@ class HybridScheduler:
     def counts(self) -> SchedulerCounts:
         return self.ledger.counts
 
+    @property
+    def loads_in_flight(self) -> bool:
+        """Whether a load was not reported yet, such as one of a request that has ended."""
+        return bool(self._loading)
+
     def bind(self, pool: "BlockPool") -> None:
         """Set vLLM's block pool, before its first step."""
         self.blocks = CachedBlocks(pool, self._hash_block_size)
@@ -425,11 +430,8 @@ class HybridScheduler:
         for request_id in failed:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
-                tokens = tracker.phase.tokens if isinstance(tracker.phase, Loading) else 0
+                self._count_failure(tracker)
                 tracker.fail_load(slow=request_id in slow)
-                with self.ledger as counts:
-                    counts.failed_loads += 1
-                    counts.failed_tokens += tokens
         for request_id in output.finished_recving or ():
             tracker = self._trackers.get(request_id)
             if tracker is not None and isinstance(tracker.phase, Loading):
@@ -437,6 +439,12 @@ class HybridScheduler:
             self._loading.discard(request_id)  # also of a request that was aborted
             with self.ledger as counts:
                 counts.loads_in_flight = len(self._loading)
+
+    def _count_failure(self, tracker: RequestTracker) -> None:
+        with self.ledger as counts:
+            counts.failed_loads += 1
+            if isinstance(tracker.phase, Loading):
+                counts.failed_tokens += tracker.phase.tokens
 
     def end_loads(self, output: "KVConnectorOutput") -> None:
         """End loads after :meth:`update_connector_output` failed, so that none lasts for ever."""
@@ -492,6 +500,8 @@ class HybridScheduler:
             # The worker's load owns its claim and releases it at its end.
             if not isinstance(tracker.phase, Loading):
                 self._lookups.withdraw(tracker)
+            elif request.status == RequestStatus.FINISHED_ERROR:  # see LOAD_FAILURE_KEY
+                self._count_failure(tracker)
             tracker.cancel_background()
             self._policy.finished(request)
         if not self._trackers:

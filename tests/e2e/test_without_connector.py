@@ -16,10 +16,10 @@ pytestmark = pytest.mark.engine
 PACKAGES = ("vllm_patch", "lmcache_hybrid")
 # Each stands in for one of vLLM's functions, calls it, and looks whether its bug shows.
 ENTERED = {
-    "vllm_patch.compat.leave_no_chunk_empty",
-    "vllm_patch.compat.part_chunks_of_two_blocks",
-    "vllm_patch.compat.publish_checkpoints_once",
-    "vllm_patch.compat.publish_where_steps_ended",
+    "vllm_patch.scheduler_repairs.leave_no_chunk_empty",
+    "vllm_patch.scheduler_repairs.part_chunks_of_two_blocks",
+    "vllm_patch.scheduler_repairs.publish_checkpoints_once",
+    "vllm_patch.scheduler_repairs.publish_where_steps_ended",
     "vllm_patch.partial_hits.copy_what_is_computed",
     "vllm_patch.partial_hits.publish_no_state_late",
     "vllm_patch.partial_hits.stop_at_the_next_boundary",

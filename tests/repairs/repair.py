@@ -20,7 +20,7 @@ from tests.compat.names import HOOKS
 Repair = Callable[..., Any]
 Test = Callable[..., bool]
 
-# Names of repairs, "vllm_patch.compat.reserve_windows", that a test was written for.
+# Names of repairs, "vllm_patch.scheduler_repairs.reserve_windows", that a test was written for.
 TESTED: set[str] = set()
 
 

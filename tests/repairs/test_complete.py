@@ -17,7 +17,7 @@ from lmcache_hybrid.storage.remote import make_connector
 from lmcache_hybrid.tools import repairs as listed
 from tests.compat.names import HOOKS
 from tests.unit.test_hooks import targets_of
-from vllm_patch import compat, cpu, events, partial_hits, sessions
+from vllm_patch import cpu, events, partial_hits, scheduler_repairs, sessions
 
 from . import test_pool, test_vllm  # noqa: F401  (fills TESTED)
 from .repair import TESTED, name_of, verdict, where
@@ -59,7 +59,7 @@ BY_THE_LOADER = {
 }
 
 
-@pytest.mark.parametrize("module", [compat, cpu, events, partial_hits, sessions])
+@pytest.mark.parametrize("module", [scheduler_repairs, cpu, events, partial_hits, sessions])
 def test_every_repair_of_vllm_says_when_it_can_go(module):
     repairs = {name for name, _ in documented() if name.startswith(f"{module.__name__}.")}
     assert installed(module) == repairs - BY_THE_LOADER and repairs
@@ -169,4 +169,7 @@ def test_what_has_to_be_done(broken, here, oldest, fixed_in, expected):
 
 
 def test_where_a_repair_is():
-    assert where(compat.reserve_windows) == "reserve_windows (vllm_patch/compat.py)"
+    assert (
+        where(scheduler_repairs.reserve_windows)
+        == "reserve_windows (vllm_patch/scheduler_repairs.py)"
+    )

@@ -30,7 +30,16 @@ from tests.sim.setup import Setup, base_config
 from tests.sim.shrunk import SHRUNK
 from tests.sim.storage import N, Pool, close_storage
 from tests.unit.helpers import STATE_SPEC, engine_config
-from vllm_patch import compat, cpu, events, kimi_k3, look_ahead, partial_hits, sessions, sleep
+from vllm_patch import (
+    cpu,
+    events,
+    kimi_k3,
+    look_ahead,
+    partial_hits,
+    scheduler_repairs,
+    sessions,
+    sleep,
+)
 
 from .repair import Repair, shows_bug_of, without
 
@@ -72,24 +81,24 @@ def fails_without(patch: pytest.MonkeyPatch, repair: Repair) -> bool:
     return False
 
 
-@shows_bug_of(compat.promote_loads_in_order)
+@shows_bug_of(scheduler_repairs.promote_loads_in_order)
 def test_loads_of_different_priority_wait_for_each_other(simulation):
-    return fails_without(simulation, compat.promote_loads_in_order)
+    return fails_without(simulation, scheduler_repairs.promote_loads_in_order)
 
 
-@shows_bug_of(compat.free_failed_loads)
+@shows_bug_of(scheduler_repairs.free_failed_loads)
 def test_two_failed_loads_wait_for_each_other(simulation):
-    return fails_without(simulation, compat.free_failed_loads)
+    return fails_without(simulation, scheduler_repairs.free_failed_loads)
 
 
-@shows_bug_of(compat.reserve_windows)
+@shows_bug_of(scheduler_repairs.reserve_windows)
 def test_a_load_reserves_nothing_for_its_windows(simulation):
-    return fails_without(simulation, compat.reserve_windows)
+    return fails_without(simulation, scheduler_repairs.reserve_windows)
 
 
-@shows_bug_of(compat.unhash_uncomputed_blocks)
+@shows_bug_of(scheduler_repairs.unhash_uncomputed_blocks)
 def test_a_block_that_was_never_computed_is_hit(simulation):
-    return fails_without(simulation, compat.unhash_uncomputed_blocks)
+    return fails_without(simulation, scheduler_repairs.unhash_uncomputed_blocks)
 
 
 @shows_bug_of(partial_hits.stop_at_the_next_boundary)
@@ -97,9 +106,9 @@ def test_a_state_gets_the_hash_of_a_later_token(simulation):
     return fails_without(simulation, partial_hits.stop_at_the_next_boundary)
 
 
-@shows_bug_of(compat.skip_partial_publish_when_full)
+@shows_bug_of(scheduler_repairs.skip_partial_publish_when_full)
 def test_a_load_inside_a_block_needs_more_than_was_reserved(simulation):
-    return fails_without(simulation, compat.skip_partial_publish_when_full)
+    return fails_without(simulation, scheduler_repairs.skip_partial_publish_when_full)
 
 
 @shows_bug_of(sessions.start_parts_over)
@@ -154,9 +163,9 @@ def test_the_v1_runner_keeps_the_column_of_a_part_that_has_ended():
     return bool(columns)
 
 
-@shows_bug_of(compat.publish_restored_states)
+@shows_bug_of(scheduler_repairs.publish_restored_states)
 def test_a_restored_state_is_loaded_again(simulation):
-    without(simulation, compat.publish_restored_states)
+    without(simulation, scheduler_repairs.publish_restored_states)
     with new_engine() as engine:
         ask(engine, "first", A[: 4 * N + 1])
         engine.reset_prefix_cache(False)
@@ -166,10 +175,10 @@ def test_a_restored_state_is_loaded_again(simulation):
     return found == (4 * N, 0)
 
 
-@shows_bug_of(compat.publish_where_steps_ended)
+@shows_bug_of(scheduler_repairs.publish_where_steps_ended)
 def test_a_state_is_published_where_the_next_step_ends(simulation):
     """Of several MTP modules: checkpoints are lost, or a restored state is loaded again."""
-    without(simulation, compat.publish_where_steps_ended)
+    without(simulation, scheduler_repairs.publish_where_steps_ended)
     simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
     shape = dict(drafts=3, mtp=True, marked=False, old_hashes=True)
     with new_engine(**shape, checkpoint=2 * N) as engine:
@@ -185,9 +194,9 @@ def test_a_state_is_published_where_the_next_step_ends(simulation):
     return lost or again == (3 * N, 0)
 
 
-@shows_bug_of(compat.part_chunks_of_two_blocks)
+@shows_bug_of(scheduler_repairs.part_chunks_of_two_blocks)
 def test_a_chunk_of_two_columns_writes_a_checkpoint_over_its_own_end(simulation):
-    without(simulation, compat.part_chunks_of_two_blocks)
+    without(simulation, scheduler_repairs.part_chunks_of_two_blocks)
     run = Run(Setup(groups="sa", drafts=1, interior=1, batch=2 * N, blocks=80), Tally())
     (engine,) = run.engines
     engine.add("long", A[: 5 * N + 1], 2)
@@ -198,10 +207,10 @@ def test_a_chunk_of_two_columns_writes_a_checkpoint_over_its_own_end(simulation)
     return False
 
 
-@shows_bug_of(compat.publish_checkpoints_once, since="0.33.0")
+@shows_bug_of(scheduler_repairs.publish_checkpoints_once, since="0.33.0")
 def test_a_checkpoint_is_published_as_the_state_at_its_blocks_end(simulation):
     """Of several MTP modules, where the hash of that end is known a step later."""
-    without(simulation, compat.publish_checkpoints_once)
+    without(simulation, scheduler_repairs.publish_checkpoints_once)
     simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
     shape = dict(batch=20 * N, drafts=2, mtp=True, interior=1, runner="v2", overlap=True)
     run = Run(Setup(**shape, blocks=80), Tally())
@@ -216,9 +225,9 @@ def test_a_checkpoint_is_published_as_the_state_at_its_blocks_end(simulation):
     return False
 
 
-@shows_bug_of(compat.leave_no_chunk_empty)
+@shows_bug_of(scheduler_repairs.leave_no_chunk_empty)
 def test_a_prompt_of_whole_blocks_and_a_few_tokens_is_never_finished(simulation):
-    without(simulation, compat.leave_no_chunk_empty)
+    without(simulation, scheduler_repairs.leave_no_chunk_empty)
     simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
     run = Run(Setup(groups="sa", blocks=80, batch=N, drafts=3, mtp=True, runner="v2"), Tally())
     (engine,) = run.engines
@@ -262,10 +271,10 @@ def test_a_block_is_copied_before_it_is_computed(simulation):
     return False
 
 
-@shows_bug_of(compat.finish_resets)
+@shows_bug_of(scheduler_repairs.finish_resets)
 def test_a_reset_leaves_something_behind(simulation):
     """The repair can go when neither does."""
-    without(simulation, compat.finish_resets)
+    without(simulation, scheduler_repairs.finish_resets)
     with new_engine() as engine:
         load = load_survives_reset(engine)
     with new_engine() as engine:

@@ -14,14 +14,13 @@ MODES = ("abort", "wait", "keep")
 
 
 def sleep(engine: SimEngine, mode: str) -> bool:
-    """As ``EngineCore.sleep`` at level 1 or 2; False where vLLM refuses and goes on."""
+    """As ``EngineCore.sleep`` at level 1 or 2; False where vLLM refuses, and a client resumes."""
     scheduler, holding = engine.scheduler, engine.holding
     if mode == "abort":
         for request_id in engine.live:
             engine.abort(request_id)
     scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
-    if mode != "keep":
-        engine.drain()
+    engine.drain()
     engine.holding = holding
     if not reset_all(engine):
         engine.events["sleep refused"] += 1

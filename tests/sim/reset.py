@@ -7,8 +7,8 @@ from .engine import SimEngine
 def reload_weights(engine: SimEngine) -> None:
     """Replace the weights and reset all caches, through vLLM's own call.
 
-    Requests that were running are preempted. vLLM refuses beside a request that holds blocks
-    and does not run; then the weights stay, and it is asked again when that one has ended.
+    Requests that were running are preempted. vLLM refuses beside a load in flight and an idle
+    session; then the weights stay, and it is asked again when that one has ended.
     """
     if not reset_all(engine):
         engine.drain()

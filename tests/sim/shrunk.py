@@ -7,7 +7,7 @@ With our repairs they end well; without the one that is named they fail, see tes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_patch import compat, partial_hits
+from vllm_patch import partial_hits, scheduler_repairs
 
 from .engine import Stuck
 from .model import WrongBytes
@@ -54,7 +54,7 @@ class Missed(AssertionError):
 SHRUNK = (
     Shrunk(
         "loads of different priority do not block each other",
-        compat.promote_loads_in_order,
+        scheduler_repairs.promote_loads_in_order,
         Stuck,
         Setup(groups="as", blocks=10, batch=2 * N, seqs=2, priority=True, part_bytes=1),
         (
@@ -66,7 +66,7 @@ SHRUNK = (
     ),
     Shrunk(
         "two failed loads do not block each other",
-        compat.free_failed_loads,
+        scheduler_repairs.free_failed_loads,
         Stuck,
         Setup(groups="aw", engines=2, blocks=12, batch=2 * N, seqs=1, part_bytes=1, window=2),
         (
@@ -77,7 +77,7 @@ SHRUNK = (
     ),
     Shrunk(
         "a load reserves room for its windows",
-        compat.reserve_windows,
+        scheduler_repairs.reserve_windows,
         Stuck,
         Setup(groups="aaws", blocks=38, batch=29, seqs=2, priority=True, checkpoint=N, window=9),
         (
@@ -89,7 +89,7 @@ SHRUNK = (
     ),
     Shrunk(
         "a step that was taken back leaves nothing to hit",
-        compat.unhash_uncomputed_blocks,
+        scheduler_repairs.unhash_uncomputed_blocks,
         WrongBytes,
         Setup(
             groups="awsss",
@@ -120,7 +120,7 @@ SHRUNK = (
     ),
     Shrunk(
         "a load that ends inside a block needs no block that was not reserved",
-        compat.skip_partial_publish_when_full,
+        scheduler_repairs.skip_partial_publish_when_full,
         Stuck,
         Setup(
             groups="ssa",

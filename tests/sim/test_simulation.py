@@ -142,7 +142,7 @@ def test_programs_that_once_failed_pass(program):
 
 
 def test_a_failed_load_reserves_nothing():
-    """A request of higher priority gets in, see :func:`vllm_patch.compat.free_failed_loads`."""
+    """A request of higher priority gets in, see ``free_failed_loads``."""
     setup = Setup(groups="as", blocks=13, seqs=2, priority=True)
     step, low, high = ("step", 0, 15, 0), 2 << 10, 1
     operations = [("add", 0, 6, 0), step, ("add", 0, 7, 0), step, ("reset", 0, 0, 0)]

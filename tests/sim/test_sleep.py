@@ -2,12 +2,12 @@
 """No copy touches the KV cache while its memory is freed, and all goes on after it."""
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from .asleep import MODES, free, sleep, wake
 from .device import HostAccess
 from .engine import SimEngine
-from .reset import reset_all
 from .warm import PROMPT, hits, wait_for_load
 
 
@@ -51,20 +51,36 @@ def test_loads_under_way_end_before_vllm_sleeps(engine, mode, begun):
     assert engine.requests["again"].is_finished()
 
 
-def test_vllm_refuses_to_keep_a_load_and_goes_on(engine):
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_pause_that_keeps_requests_waits_for_loads(engine, begun):
+    """Else vLLM's reset fails, and as no step is made any more, so does each retry."""
     wait_for_load(engine, "again")
-    assert not sleep(engine, "keep")
+    if begun:
+        engine.begin_load(0)
+    assert sleep(engine, "keep")
+    assert not engine.requests["again"].is_finished()
     engine.holding = False
+    wake(engine, 1)
     engine.drain()
-    status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert engine.requests["again"].status == status
-    assert engine.events["loads"] == 1
+    assert engine.requests["again"].status == RequestStatus.FINISHED_LENGTH_CAPPED
+    assert engine.events["loads"] == 1, "what was loaded before the sleep is computed"
     known = hits(engine)
     ask(engine, "third", "fourth")
-    assert hits(engine) == known, "the reset that vLLM refused has failed"
-    assert reset_all(engine)
-    ask(engine, "fifth", "sixth")
-    assert hits(engine) == known + 1
+    assert hits(engine) == known + 2, "what is computed after it is not stored"
+
+
+def test_a_load_that_fails_in_a_pause_that_drains_is_computed_in_it(engine):
+    """vLLM neither runs nor counts other waiting requests then."""
+    wait_for_load(engine, "again")
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for rank in engine.ranks:
+        rank.connector.worker.loads._asleep = True
+    engine.drain()
+    assert engine.requests["again"].is_finished()
+    assert engine.events["failed loads"] == 1
+    for rank in engine.ranks:
+        rank.connector.worker.loads.resume()
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
 
 
 @pytest.mark.parametrize("begun", [False, True])

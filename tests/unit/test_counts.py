@@ -7,6 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts, WorkerCounts
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest
@@ -194,6 +195,18 @@ def test_a_failed_load_counts_what_it_promised_and_an_aborted_one_does_not():
     rig.loaded(one, failed=True)
     assert (counts.failed_loads, counts.failed_tokens, counts.loads_in_flight) == (1, 2 * N, 1)
     rig.loaded(two, failed=True)
+    assert (counts.failed_loads, counts.failed_tokens, counts.loads_in_flight) == (1, 2 * N, 0)
+
+
+def test_a_request_that_ends_with_the_error_of_its_load_is_counted():
+    """With ``lmcache.hybrid_load_failure_policy: fail`` vLLM ends it first."""
+    request = make_request("one")
+    rig = SchedulerRig().holds(request, 3, 3)
+    rig.admit(request, N)
+    request.status = RequestStatus.FINISHED_ERROR
+    rig.scheduler.request_finished(request)
+    rig.loaded(request, failed=True)
+    counts = rig.scheduler.counts
     assert (counts.failed_loads, counts.failed_tokens, counts.loads_in_flight) == (1, 2 * N, 0)
 
 

@@ -19,7 +19,6 @@ from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.tools.doctor.model import kv_cache_config
 from lmcache_hybrid.upstream import signatures, versions
 from vllm_patch import (
-    compat,
     configuration,
     connector,
     cpu,
@@ -27,6 +26,7 @@ from vllm_patch import (
     loaders,
     media_marks,
     partial_hits,
+    scheduler_repairs,
     sessions,
 )
 
@@ -36,7 +36,7 @@ from .test_vllm_patch import FULL, cache_config
 vllm_patch.register()
 
 # What they have patched in this process stays: patched again, it would be called twice.
-ELSEWHERE = (media_marks, compat, cpu, partial_hits, sessions, events, loaders)
+ELSEWHERE = (media_marks, scheduler_repairs, cpu, partial_hits, sessions, events, loaders)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_version_on_which_we_cannot_be_imported_leaves_engines_alone(
     hooks_restored, installed, monkeypatch
 ):
     """What connector.py imports came with vLLM 0.30."""
-    for name in ("connector", "compat"):
+    for name in ("connector", "scheduler_repairs"):
         monkeypatch.setitem(sys.modules, f"vllm_patch.{name}", None)
         monkeypatch.delattr(vllm_patch, name)
     monkeypatch.setattr(vllm_patch, "_registered", False)

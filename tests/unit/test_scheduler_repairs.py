@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 import vllm_patch
-from vllm_patch import compat, cpu, partial_hits
+from vllm_patch import cpu, partial_hits, scheduler_repairs
 
 from .helpers import STATE_SPEC, engine_config
 
@@ -81,7 +82,7 @@ def test_loads_are_promoted_in_order(monkeypatch, connector_name, ours):
         self.kv_holding_waiting = create_request_queue(self.policy)
 
     monkeypatch.setattr(Scheduler, "__init__", __init__)
-    compat.promote_loads_in_order()
+    scheduler_repairs.promote_loads_in_order()
     expected = SchedulingPolicy.FCFS if ours else SchedulingPolicy.PRIORITY
     assert type(Scheduler().kv_holding_waiting) is type(create_request_queue(expected))
 
@@ -96,7 +97,7 @@ def test_restored_states_are_published(monkeypatch, connector_name, ours):
         "_update_waiting_for_remote_kv",
         lambda self, request: published.append(request.shared_prefix_boundary),
     )
-    compat.publish_restored_states()
+    scheduler_repairs.publish_restored_states()
     request = SimpleNamespace(shared_prefix_boundary=48, num_computed_tokens=32)
     Scheduler._update_waiting_for_remote_kv(scheduler_of(connector_name), request)
     assert published == [32 if ours else 48]
@@ -114,7 +115,7 @@ def test_ends_are_published_where_room_is(monkeypatch, connector_name, ours, fre
         "_update_waiting_for_remote_kv",
         lambda self, request: published.append(request.num_computed_tokens),
     )
-    compat.skip_partial_publish_when_full()
+    scheduler_repairs.skip_partial_publish_when_full()
     scheduler = scheduler_of(
         connector_name,
         cache_config=SimpleNamespace(block_size=16),
@@ -137,12 +138,16 @@ class Waiting:
     num_computed_tokens: int
 
 
+@pytest.mark.parametrize("paused", PauseState)
 @CONNECTORS
-def test_failed_loads_leave_the_queue_of_those_with_blocks(monkeypatch, connector_name, ours):
+def test_failed_loads_leave_the_queue_of_those_with_blocks(
+    monkeypatch, connector_name, ours, paused
+):
+    """A pause that lets requests end runs and counts no others: there they go to its end."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     monkeypatch.setattr(Scheduler, "_update_from_kv_xfer_finished", lambda self, output: None)
-    compat.free_failed_loads()
+    scheduler_repairs.free_failed_loads()
     requests = [
         Waiting(name, computed)
         for name, computed in (("failed", 0), ("loading", 0), ("partly", 16), ("also", 0))
@@ -156,14 +161,18 @@ def test_failed_loads_leave_the_queue_of_those_with_blocks(monkeypatch, connecto
         waiting=create_request_queue(SchedulingPolicy.FCFS),
         _handle_blocked_waiting_request=lambda request: freed.append(request.request_id),
         _inflight_prefills=set(requests),
+        pause_state=paused,
     )
     scheduler.kv_holding_waiting.extend(requests)
     Scheduler._update_from_kv_xfer_finished(scheduler, None)
     assert freed == (["failed", "also"] if ours else [])
-    assert [request.request_id for request in scheduler.waiting] == freed
-    kept = {"loading", "partly"} if ours else {"failed", "loading", "partly", "also"}
-    assert {request.request_id for request in scheduler.kv_holding_waiting} == kept
-    assert {request.request_id for request in scheduler._inflight_prefills} == kept
+    drains = paused == PauseState.PAUSED_NEW
+    assert [request.request_id for request in scheduler.waiting] == ([] if drains else freed)
+    kept = ["loading", "partly"] if ours else ["failed", "loading", "partly", "also"]
+    assert [request.request_id for request in scheduler.kv_holding_waiting] == (
+        kept + freed if drains else kept
+    )
+    assert {request.request_id for request in scheduler._inflight_prefills} == set(kept)
 
 
 @CONNECTORS
@@ -188,7 +197,7 @@ def test_loads_reserve_what_their_windows_still_need(
     from vllm.v1.core.sched.scheduler import Scheduler
 
     monkeypatch.setattr(Scheduler, "_request_remaining_blocks", lambda self, request: 5)
-    compat.reserve_windows()
+    scheduler_repairs.reserve_windows()
     manager = SimpleNamespace(
         block_size=16,
         max_admission_blocks_per_request=cap,
@@ -220,7 +229,7 @@ def test_blocks_of_a_step_that_was_taken_back_lose_their_hash(
     monkeypatch.setattr(
         Scheduler, "_preempt_request", lambda self, request, *args, **kwargs: freed.append(args)
     )
-    compat.unhash_uncomputed_blocks()
+    scheduler_repairs.unhash_uncomputed_blocks()
     managers = [
         SimpleNamespace(
             block_size=16,
@@ -281,7 +290,7 @@ def test_no_chunk_is_shortened_to_nothing(monkeypatch, start, count, shortened, 
     from vllm.v1.core.sched.scheduler import Scheduler
 
     monkeypatch.setattr(Scheduler, "_reserve_prefill_lookahead", lambda *arguments: shortened)
-    compat.leave_no_chunk_empty()
+    scheduler_repairs.leave_no_chunk_empty()
     for name in ("LMCacheConnectorV1", "NixlConnector"):
         scheduler = scheduler_of(name, cache_config=SimpleNamespace(block_size=16))
         scheduler.need_mamba_block_aligned_split = hybrid
@@ -311,7 +320,7 @@ def test_a_chunk_does_not_go_on_for_two_columns(
     from vllm.v1.core.sched.scheduler import Scheduler
 
     monkeypatch.setattr(Scheduler, "_reserve_prefill_lookahead", lambda *arguments: arguments[-1])
-    compat.part_chunks_of_two_blocks()
+    scheduler_repairs.part_chunks_of_two_blocks()
     request = SimpleNamespace(num_prompt_tokens=99, num_tokens=99)
     for name in ("LMCacheConnectorV1", "NixlConnector"):
         scheduler = scheduler_of(name, cache_config=SimpleNamespace(block_size=16))
@@ -338,7 +347,7 @@ def test_a_boundary_that_was_reached_counts_until_its_state_is_published(
 
     published: list[tuple[int, int]] = []
     monkeypatch.setattr(KVCacheCoordinator, "cache_blocks", original)
-    compat.publish_where_steps_ended()
+    scheduler_repairs.publish_where_steps_ended()
     attention, states = (object.__new__(each) for each in (FullAttentionManager, MambaManager))
     attention.use_eagle, states.use_eagle = True, drafters
     coordinator = SimpleNamespace(

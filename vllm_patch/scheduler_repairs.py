@@ -168,10 +168,23 @@ def _free_ended(scheduler: "Scheduler") -> None:
     for request in failed:
         scheduler._handle_blocked_waiting_request(request)
         scheduler._inflight_prefills.discard(request)
-    if failed:
-        scheduler.kv_holding_waiting.remove_requests(failed)
-        # Reversed, because each is put in front of those before.
-        scheduler.waiting.prepend_requests(failed[::-1])
+    _start_over(scheduler, failed)
+
+
+def _start_over(scheduler: "Scheduler", requests: list["Request"]) -> None:
+    """Queue requests again that have given their blocks back."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    if not requests:
+        return
+    scheduler.kv_holding_waiting.remove_requests(requests)
+    if scheduler.pause_state == PauseState.PAUSED_NEW:
+        # It ends once this queue is empty, and runs no others.
+        for request in requests:
+            scheduler.kv_holding_waiting.add_request(request)
+        return
+    # Reversed, because each is put in front of those before.
+    scheduler.waiting.prepend_requests(requests[::-1])
 
 
 def finish_resets() -> None:
@@ -179,9 +192,11 @@ def finish_resets() -> None:
 
     Bug: ``Scheduler.reset_prefix_cache(reset_connector=True)`` does not touch loads in flight.
     While a request holds blocks the reset fails: with ``reset_running_requests`` before the
-    connector is asked, without it after the connector was reset.
+    connector is asked, without it after the connector was reset. It preempts only what runs, not
+    what waits for room behind its load.
     Symptom: after weights were replaced, a load brings what the old weights left, and blocks
-    of vLLM's own cache, which was not emptied, are stored again.
+    of vLLM's own cache, which was not emptied, are stored again. A pause with ``mode=keep`` beside
+    loads fails, and so does each retry.
     Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: it fails or preempts loads, and tells connectors whether all of it succeeded.
     """
@@ -196,11 +211,13 @@ def finish_resets() -> None:
         if not reset_connector or not is_ours(self.vllm_config):
             return original(self, reset_running_requests, reset_connector)
         done = False
+        _fail_loads(self)
+        if reset_running_requests:
+            _preempt_waiting(self)
         try:
             done = original(self, reset_running_requests, reset_connector)
             return done
         finally:
-            _fail_loads(self)
             if not done:
                 for connector in hybrids_of(self.connector):
                     connector.reset_failed()
@@ -217,6 +234,27 @@ def _fail_loads(scheduler: "Scheduler") -> None:
             request.num_computed_tokens = 0
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
     _free_ended(scheduler)
+
+
+def _preempt_waiting(scheduler: "Scheduler") -> None:
+    """Free the blocks of requests whose loads have ended, and that have not run since."""
+    from vllm.v1.request import RequestStatus
+
+    loaded = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    waiting = [each for each in scheduler.kv_holding_waiting if each.status in loaded]
+    for request in waiting:
+        free_blocks(scheduler, request)
+    _start_over(scheduler, waiting)
+
+
+def free_blocks(scheduler: "Scheduler", request: "Request") -> None:
+    """Free what a request holds that does not run, so that it is computed from the beginning."""
+    if scheduler.aux_output_connector is not None:
+        scheduler.aux_output_connector.request_finished(request)
+    scheduler._free_request_blocks(request)
+    scheduler.encoder_cache_manager.free(request)
+    scheduler._inflight_prefills.discard(request)
+    request.num_computed_tokens = 0
 
 
 def reserve_windows() -> None:
