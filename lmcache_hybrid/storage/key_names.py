@@ -18,8 +18,8 @@ _KEY = re.compile(
 )
 # A file name has at most 255 bytes. The model's part is followed by up to 108, and a suffix.
 MODEL_NAME_LENGTH, MODEL_NAME_BYTES = 64, 96
-# LMCache's suffixes for the two values of a record in Redis.
-VALUE, METADATA = "kv_bytes", "metadata"
+# LMCache's suffix of a value in Redis.
+VALUE = "kv_bytes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from lmcache_hybrid.storage.read_reservation import ReadReservation
 from lmcache_hybrid.storage.record_format import open_record, record_bytes, seal
 from lmcache_hybrid.storage.record_names import RecordNames, Replicas
 from lmcache_hybrid.storage.residency import Residency
-from lmcache_hybrid.storage.silent_stores import SilentStores
+from lmcache_hybrid.storage.silent_lookups import SilentStores
 from lmcache_hybrid.storage.tiers import open_tiers
 from lmcache_hybrid.storage.tiers.base import Opening, StorageTier
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from lmcache.utils import CacheEngineKey
 from vllm.logger import init_logger
 
-from lmcache_hybrid.storage.silent_stores import PAUSE_SECONDS, SilentStores
+from lmcache_hybrid.storage.silent_lookups import PAUSE_SECONDS, SilentStores
 from lmcache_hybrid.storage.tiers.base import StorageTier
 
 logger = init_logger("vllm.lmcache_hybrid.storage.tier_lookup")

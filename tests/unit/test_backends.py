@@ -133,7 +133,11 @@ OF_A_SESSION = {
 
 @pytest.mark.parametrize("chunk_meta", [{}, {"save_chunk_meta": False}], ids=str)
 @pytest.mark.parametrize(
-    "url", [S3["remote_url"], "s3://127.0.0.1:9000", "s3://records.local", "s3://s3.local"]
+    "url",
+    [
+        *(S3["remote_url"], "s3://127.0.0.1:9000", "s3://records.local", "s3://s3.local"),
+        *("s3://kv.example.com", "s3://records.s3.dualstack.eu-west-1.amazonaws.com"),
+    ],
 )
 def test_serves_a_bucket_with_lmcaches_options(url, chunk_meta):
     extra = {"s3_region": "eu-west-1", "s3_num_io_threads": "8", "s3_prefer_http2": False}
@@ -151,6 +155,23 @@ def test_refuses_a_bucket_that_is_no_host_name(url):
     message = refusal(remote_url=url, extra_config={"s3_region": "eu-west-1"})
     assert_one_sentence(message.replace("://", ""))
     assert "remote_url='s3:" in message and "secret" not in message
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        *("s3.amazonaws.com", "s3.eu-west-1.amazonaws.com", "s3-eu-west-1.amazonaws.com:443"),
+        "s3.dualstack.eu-west-1.amazonaws.com",
+    ],
+)
+def test_refuses_a_bucket_with_a_dot_which_no_certificate_of_aws_covers(server):
+    url = f"s3://kv.example.com.{server}"
+    message = refusal(remote_url=url, extra_config=OF_S3)
+    assert_one_sentence(message.replace("://", ""))
+    assert f"remote_url={url!r} names the bucket 'kv.example.com'" in message
+    assert "use a bucket without a dot" in message
+    plain = OF_S3 | {"disable_tls": True}
+    settle_lmcache_config(lmcache_config(remote_url=url, extra_config=plain), BLOCK)
 
 
 @pytest.mark.parametrize(

@@ -296,16 +296,30 @@ def test_a_primary_that_falls_silent_is_replaced(box, tmp_path):
         cluster.close()
 
 
-def test_a_cluster_that_serves_what_it_still_has(box, tmp_path):
-    """cluster-require-full-coverage no: a lookup ends at the first block of the lost node."""
+def name_of(box: Box, key: RecordKey) -> str:
+    return box.store.engine_key(key).to_string() + VALUE
+
+
+def connections_made(nodes) -> int:
+    return sum(node.client.info("stats")["total_connections_received"] for node in nodes)
+
+
+def test_a_cluster_that_serves_what_it_still_has(box, tmp_path, hybrid_log):
+    """cluster-require-full-coverage no: only what the lost node holds is a miss."""
     cluster = Cluster(tmp_path / "cluster", full_coverage=False)
     try:
         box = box(cluster, **SHORT).write(MANY)
-        lost = cluster.node_of(box.store.engine_key(MANY[0]).to_string() + VALUE)
+        at = {key: cluster.node_of(name_of(box, key)) for key in MANY}
+        lost = at[MANY[0]]
         lost.kill()
         found = [outcome(box, key) for key in MANY[:8]]
         assert found[0] == "miss" and "hit" in found
-        assert box.store.locate(MANY) == {}
+        kept, others = [key for key in MANY if at[key] is not lost], set(at.values()) - {lost}
+        made = connections_made(others)
+        for _ in range(3):
+            assert list(box.store.locate(MANY)) == kept
+        assert connections_made(others) - made < 3 * len(others), "connections are not kept"
+        assert hybrid_log.text.count("A node of ") == 1
         box.assert_pool_is_free()
     finally:
         cluster.close()

@@ -11,7 +11,7 @@ import pytest
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.hit_records import load_keys
 from lmcache_hybrid.protocol.lookup import LookupRequest
-from lmcache_hybrid.storage import silent_stores, tier_lookup
+from lmcache_hybrid.storage import silent_lookups, tier_lookup
 from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.remote import fs as fs_records
@@ -131,7 +131,7 @@ def test_a_store_that_does_not_answer_costs_half_of_the_time_left(box, kind, mon
         box.redis.client_pause(1000)
     else:
         monkeypatch.setattr(record_io, "holds", lambda path: answers.wait(60))
-    monkeypatch.setattr(silent_stores, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(silent_lookups, "PAUSE_SECONDS", 0.0)
     existing, given = RemoteTier.held, []
 
     def timed(tier, keys, seconds):

@@ -24,6 +24,10 @@ _ENDPOINT = re.compile(r"s3([.-](dualstack\.)?[a-z0-9-]+)?\.amazonaws\.com")
 _REGION = re.compile(
     r"\.s3[.-](?:dualstack\.)?([a-z]{2}(?:-[a-z]+)+-\d+)\.amazonaws\.com(?:\.cn)?(?::\d+)?$"
 )
+# A bucket with a dot in its name at AWS.
+_DOTTED = re.compile(
+    r"([^.]+\.[^:]+)\.s3([.-](dualstack\.)?[a-z]{2}(-[a-z]+)+-\d+)?\.amazonaws\.com(\.cn)?(:\d+)?"
+)
 # Texts that mean false.
 _FALSE = ("false", "0", "no", "off", "none")
 
@@ -78,6 +82,12 @@ def _check(parts: SplitResult, extra: dict[str, Any]) -> None:
         raise ConfigError(
             f"LMCache option extra_config.s3_region={extra['s3_region']!r} is not the region of "
             f"remote_url={parts.geturl()!r}, which AWS would refuse; set it to {found[1]}."
+        )
+    dotted = _DOTTED.fullmatch(parts.netloc)
+    if dotted and not extra.get("disable_tls"):
+        raise ConfigError(
+            f"LMCache option remote_url={parts.geturl()!r} names the bucket {dotted[1]!r}, whose "
+            "dot no certificate of AWS covers; use a bucket without a dot in its name."
         )
     if extra.get("aws_session_token") and extra.get("aws_access_key_id"):
         raise ConfigError(

@@ -3,14 +3,11 @@
 
 import contextlib
 import errno
-import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
-
-logger = logging.getLogger("vllm.lmcache_hybrid.storage.disk.files")
 
 # File modes that keep other users out: records contain prompts.
 PRIVATE_FILE = 0o600
@@ -19,26 +16,6 @@ GROUP_FILE = 0o660
 NO_FILE = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
 )
-# Files of earlier versions beside the records of local_disk, with prompts in clear text.
-OLD_PROMPTS = (".lmcache-hybrid-prompts", ".lmcache-hybrid-prompts.new")
-
-
-def delete_old_prompts(folders: Iterable[str]) -> None:
-    """Delete OLD_PROMPTS in each folder where possible; never the target of a link."""
-    for folder in folders:
-        for name in OLD_PROMPTS:
-            path = os.path.join(folder, name)
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                logger.warning(
-                    "%s holds prompts in the clear, which an earlier version kept, and cannot be "
-                    "deleted (%s): delete it.",
-                    path,
-                    error.strerror,
-                )
 
 
 @contextmanager

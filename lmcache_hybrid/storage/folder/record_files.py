@@ -23,8 +23,8 @@ DATA, TEMPORARY = ".data", ".tmp"
 WRAPPER = struct.Struct("7i")
 WRAPPER_BYTES = WRAPPER.size
 _KV_2LTD, _UINT8 = 1, 6
-# Prefix of files being written, followed by host, process and number. LMCache's own connector,
-# which earlier releases used, writes to the record's name with TEMPORARY instead of DATA.
+# Prefix of files being written, followed by host, process and number. LMCache's own connector
+# writes to the record's name with TEMPORARY instead of DATA.
 WRITING = ".lmcache-hybrid-writing-"
 # A temporary file changed within this time may still be in flight.
 WRITING_SECONDS = 300.0

@@ -2,12 +2,14 @@
 """Makes redis-py clients for any Redis URL: a server, a cluster, a primary behind sentinels."""
 
 import os
+from inspect import signature
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode
+from redis.connection import AbstractConnection
 from redis.retry import Retry
 
 from lmcache_hybrid.config.redis_credentials import connection_options, split_url
@@ -17,6 +19,15 @@ CLUSTER, SENTINEL = "redis-cluster", "redis-sentinel"
 SERVICE_VARIABLE, SERVICE_DEFAULT = "REDIS_SERVICE_NAME", "redismaster"
 # Connection settings that also apply to sentinels.
 _OF_SENTINELS = ("socket_timeout", "socket_connect_timeout", "ssl", "ssl_ca_certs")
+
+# Without these redis-py sends CLIENT SETINFO, at which a proxy like twemproxy ends the connection.
+_NAMELESS: dict[str, Any] = (
+    {"driver_info": None}
+    if "driver_info" in signature(AbstractConnection.__init__).parameters
+    else {"lib_name": None, "lib_version": None}  # its earlier releases
+)
+# Nor does it send HELLO, as for protocol 3.
+_QUIET: dict[str, Any] = {"protocol": 2, **_NAMELESS}
 
 Client: TypeAlias = redis.Redis | redis.RedisCluster
 Hosts: TypeAlias = tuple[tuple[str, int], ...]
@@ -58,7 +69,7 @@ def make_client(url: str, options: dict[str, Any]) -> Client:
         redis.RedisError, redis.exceptions.RedisClusterException: no node of a cluster answers.
     """
     scheme = url.partition("://")[0].lower()
-    options = connection_options(url) | {"retry": Retry(NoBackoff(), 0)} | options
+    options = connection_options(url) | {"retry": Retry(NoBackoff(), 0), **_QUIET} | options
     if scheme == CLUSTER:
         nodes = [ClusterNode(*host) for host in hosts_of(url)]
         return redis.RedisCluster(startup_nodes=nodes, **options)
@@ -76,7 +87,7 @@ def sentinels_at(url: str, options: dict[str, Any]) -> redis.Sentinel:
     """
     asking = {name: options[name] for name in _OF_SENTINELS if name in options}
     # They are asked one after the other, so do not retry.
-    once = {"retry": Retry(NoBackoff(), 0)}
+    once = {"retry": Retry(NoBackoff(), 0), **_NAMELESS}
     return redis.Sentinel(list(hosts_of(url)), sentinel_kwargs={**once, **asking})
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connector to folders that engines share, ``fs://``.
 
-Files have the names and the header of LMCache's ``FSConnector``, which earlier releases used. A
-record goes between its file and LMCache's pool without a copy, on a fixed number of threads: a
-file server that hangs blocks these, and the memory they read or write, but nothing else.
+Files have the names and the header of LMCache's ``FSConnector``. A record goes between its file
+and LMCache's pool without a copy, on a fixed number of threads: a file server that hangs blocks
+these, and the memory they read or write, but nothing else.
 """
 
 import asyncio
 import itertools
+import math
 import os
 import threading
 import time
@@ -51,41 +52,58 @@ LEAST_ASKED = 32
 WRITE_SECONDS = 20.0
 # Seconds between two checks for that.
 LOOK_SECONDS = 0.5
-# Max seconds to wait for queued writes at shutdown.
-FLUSH_SECONDS = 8.0
+# Max seconds to wait for queued writes at shutdown, and then for calls to end at their next part.
+FLUSH_SECONDS, END_SECONDS = 8.0, 1.0
 # Temporary names to try if somebody else has taken them.
 TRIES = 3
 
+_UNWRITTEN = "the file server does not take what is written"
 T = TypeVar("T")
 
 
 class BusyThreads:
-    """Tells whether all threads of a pool are stuck in calls. Thread-safe."""
+    """Tells whether all threads of a pool are stuck in calls. Thread-safe.
+
+    Attributes:
+        busy: calls that run.
+        ended: see :meth:`end`.
+    """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._lock = threading.Lock()
-        self._busy = 0
+        self.busy, self.ended = 0, False
         self._moved = time.monotonic()
 
     def __enter__(self) -> "BusyThreads":
         with self._lock:
-            self._busy += 1
-        self.move()
+            self._check_open()
+            self.busy += 1
+        self._moved = time.monotonic()
         return self
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._busy -= 1
-        self.move()
+            self.busy -= 1
+        self._moved = time.monotonic()
 
     def move(self) -> None:
-        """Note progress of a call."""
+        """Note progress of a call. Raises ConnectionError if it must not go on."""
+        self._check_open()
         self._moved = time.monotonic()
+
+    def end(self) -> None:
+        """Have later calls fail, and those in progress at their next part."""
+        with self._lock:
+            self.ended = True
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise ConnectionError("this engine is shutting down")
 
     def stuck(self, seconds: float) -> bool:
         """Whether all are busy, and none made progress for ``seconds``."""
-        return self._busy >= self._threads and time.monotonic() - self._moved >= seconds
+        return self.busy >= self._threads and time.monotonic() - self._moved >= seconds
 
 
 class HybridFSConnector(BatchConnector):
@@ -175,21 +193,32 @@ class HybridFSConnector(BatchConnector):
     # Writing
 
     def has_told(self, error: Exception) -> bool:
-        return isinstance(error, OSError) and error.errno is not None
+        return self._put.ended or (isinstance(error, OSError) and error.errno is not None)
 
     async def write(self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]) -> None:
         """See :meth:`BatchConnector.write`.
 
         If all threads are stuck in writes, those queued behind them are dropped: they would hold
-        the pool's memory for as long as the file server is away.
+        the pool's memory for as long as the file server is away. If those that run last for
+        WRITE_SECONDS beside others that go on, they are left to themselves.
         """
+        if self._put.stuck(WRITE_SECONDS):  # what is queued now would stay until a thread is free
+            self.failed(len(keys))
+            raise TimeoutError(_UNWRITTEN)
         jobs = [self._submit(*each) for each in zip(keys, memory_objs, strict=True)]
         left = ends = set(map(awaited, jobs))
+        given_up = math.inf
         while left:
             if self._put.stuck(WRITE_SECONDS):
                 for job in set(self._writes):
                     job.cancel()  # running ones go on
-                raise TimeoutError("the file server does not take what is written")
+                raise TimeoutError(_UNWRITTEN)
+            if not all(job.running() for job in jobs if not job.done()):
+                given_up = math.inf
+            elif given_up == math.inf:
+                given_up = time.monotonic() + WRITE_SECONDS
+            elif time.monotonic() >= given_up:
+                return  # they hold their own memory, and LMCache that of the whole batch until then
             _, left = await asyncio.wait(left, timeout=LOOK_SECONDS)
         for end in ends:
             if end.cancelled():
@@ -290,8 +319,8 @@ class HybridFSConnector(BatchConnector):
         self._uses.mark(keys)
 
     def _say(self, what: str, error: OSError, then: str) -> None:
-        """Warn of each kind of error, see :class:`.LessOften`."""
-        if self._said[what, error.errno].is_news():
+        """Warn of each kind of error, see :class:`.LessOften`; not of the engine's end."""
+        if not self._put.ended and self._said[what, error.errno].is_news():
             logger.warning(
                 "Folder %s: a record cannot be %s (%s). %s",
                 self.shown,
@@ -309,8 +338,17 @@ class HybridFSConnector(BatchConnector):
             return  # what hangs was waited for
         self._closed = True
         await self.flush(FLUSH_SECONDS)
+        self._put.end()
+        self._reading.end()
         for threads in (self._readers, self._writers, self._askers, self._uses):
             threads.close()
+        ends = time.monotonic() + END_SECONDS
+        while self.uses_memory and time.monotonic() < ends:
+            await asyncio.sleep(LOOK_SECONDS / 10)
+
+    @property
+    def uses_memory(self) -> bool:
+        return bool(self._put.busy or self._reading.busy)
 
 
 def connect(place: Place, context: ConnectorContext) -> HybridFSConnector:

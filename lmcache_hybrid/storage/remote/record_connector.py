@@ -84,6 +84,11 @@ class RecordConnector(RemoteConnector):
         """The number of writes queued or in flight."""
         return len(self._writes)
 
+    @property
+    def uses_memory(self) -> bool:
+        """Whether something may still read or write the pool's memory, even after a close."""
+        return self.writing > 0
+
     def follow(self, job: Future[None], key: CacheEngineKey, memory: MemoryObj) -> None:
         """Count a queued write, and hold its memory, until it has ended.
 

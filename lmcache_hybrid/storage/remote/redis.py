@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connector to Redis and Valkey: one server, a cluster, a primary behind sentinels.
 
-A record is one value, ``KEYkv_bytes``. (LMCache's own connectors, which earlier releases used,
-keep size and shape in a second value; a record contains both.) Values go between sockets and
-LMCache's pool without a copy, on threads, off the event loop.
+A record is one value, ``KEYkv_bytes``. (LMCache's own connectors keep size and shape in a second
+value; a record contains both.) Values go between sockets and LMCache's pool without a copy, on
+threads, off the event loop.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -24,10 +24,12 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from redis.exceptions import AskError
+from vllm.logger import init_logger
 
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.config.stores.redis import sentinel_seconds
+from lmcache_hybrid.core.backoff import LessOften
 from lmcache_hybrid.core.errors import SlowError
 from lmcache_hybrid.core.late_loads import Reading, reading
 from lmcache_hybrid.core.threads import anywhere, cores, started
@@ -57,6 +59,9 @@ FLUSH_SECONDS = 8.0
 END_SECONDS = 1.0
 
 T = TypeVar("T")
+# What a server says to one command; for a connection that ended, its error.
+Answer = bytes | Exception
+logger = init_logger("vllm.lmcache_hybrid.storage.remote.redis")
 
 
 class HybridRedisConnector(BatchConnector):
@@ -100,7 +105,7 @@ class HybridRedisConnector(BatchConnector):
         # Coroutines that wait for a thread; used on LMCache's loop only.
         self._calls: set[asyncio.Task[Any]] = set()
         self.shown = printable(without_password(url))
-        self._refusals = Refusals(self.shown, self.cause)
+        self._refusals, self._lost = Refusals(self.shown, self.cause), LessOften()
         self._silent = -math.inf  # time.monotonic of the last write that timed out
 
     # Reading
@@ -232,39 +237,60 @@ class HybridRedisConnector(BatchConnector):
             raise
 
     def _existing_by(self, keys: Sequence[CacheEngineKey], deadline: float) -> list[bool]:
+        """Look up keys; those of a node that is lost are misses, unless all are."""
         names = [key.to_string() + VALUE for key in keys]
-        try:
+        answers = self._each(b"EXISTS", names, deadline)
+        errors = [each for each in answers if isinstance(each, TRY_AGAIN)]
+        if errors:
+            # AskError alone changes no slots.
+            moved = [each for each in errors if type(each) is not AskError]
+            self._servers.refresh((moved or errors)[0])
             answers = self._each(b"EXISTS", names, deadline)
-            error = next((each for each in answers if isinstance(each, AskError)), None)
-        except TRY_AGAIN as failure:
-            error = failure
-        if error is not None:
-            self._servers.refresh(error)
-            answers = self._each(b"EXISTS", names, deadline)
-        return [
-            # AskError: the slot is moving to another node.
-            self._exists_at(each, name, deadline) if type(each) is AskError else _is_one(each)
-            for name, each in zip(names, answers, strict=True)
-        ]
+        lost = [each for each in answers if isinstance(each, CLOSED)]
+        if lost and len(lost) == len(answers):
+            raise lost[0]
+        if lost and self._lost.is_news():
+            logger.warning(
+                "A node of %s does not answer (%s): what it holds is a miss.",
+                self.shown,
+                printable(str(lost[0])),
+            )
+        return [self._held(*each, deadline) for each in zip(names, answers, strict=True)]
 
-    def _each(
-        self, verb: bytes, names: list[str], deadline: float
-    ) -> list[bytes | redis.ResponseError]:
-        """Send a command for each name, all at once to each server; return the answers by name."""
+    def _held(self, name: str, answer: Answer, deadline: float) -> bool:
+        if type(answer) is AskError:  # the slot is moving to another node
+            return self._exists_at(answer, name, deadline)
+        return not isinstance(answer, CLOSED) and _is_one(answer)
+
+    def _each(self, verb: bytes, names: list[str], deadline: float) -> list[Answer]:
+        """Send a command for each name, all at once to each server; return the answers by name.
+
+        An error of TRY_AGAIN is the answer for the names of its server.
+        """
         asked: dict[Server, list[int]] = defaultdict(list)
+        answers: list[Answer] = [b""] * len(names)
+        self._servers.reach()
         for at, name in enumerate(names):
-            asked[self._servers.of(name)].append(at)
-        answers: list[bytes | redis.ResponseError] = [b""] * len(names)
-        with ExitStack() as stack:
-            lent = {server: stack.enter_context(server.connection()) for server in asked}
-            for server, places in asked.items():
-                commands = (sockets.command(verb, _encoded(names[at])) for at in places)
-                sockets.send(lent[server], b"".join(commands), deadline)
-            for server, places in asked.items():
-                for at, answer in zip(
-                    places, sockets.replies(lent[server], len(places), deadline), strict=True
-                ):
-                    answers[at] = answer
+            try:
+                asked[self._servers.of(name)].append(at)
+            except TRY_AGAIN as error:
+                answers[at] = error
+        talks = {
+            server: _talk(server, verb, [names[at] for at in places], deadline)
+            for server, places in asked.items()
+        }
+        try:
+            for _ in range(2):  # all are asked before one is waited for
+                for server, talk in talks.items():
+                    try:
+                        for at, answer in zip(asked[server], next(talk, ())):
+                            answers[at] = answer
+                    except TRY_AGAIN as error:
+                        for at in asked[server]:
+                            answers[at] = error
+        finally:
+            for talk in talks.values():
+                talk.close()
         return answers
 
     def _exists_at(self, where: AskError, name: str, deadline: float) -> bool:
@@ -290,10 +316,7 @@ class HybridRedisConnector(BatchConnector):
 
     def _delete_all(self, keys: Sequence[CacheEngineKey], seconds: float) -> int:
         deadline = time.monotonic() + seconds
-        try:
-            answers = self._each(b"DEL", [key.to_string() + VALUE for key in keys], deadline)
-        except TRY_AGAIN as failure:
-            answers = [failure] * len(keys)
+        answers = self._each(b"DEL", [key.to_string() + VALUE for key in keys], deadline)
         # One after the other where a connection has ended, or a slot has moved to another node.
         again = [key for key, each in zip(keys, answers) if isinstance(each, TRY_AGAIN)]
         found = sum(_is_one(each) for each in answers if not isinstance(each, TRY_AGAIN))
@@ -354,13 +377,25 @@ def _encoded(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
 
 
-def _checked(answer: bytes | redis.ResponseError) -> bytes:
-    if isinstance(answer, redis.ResponseError):
+def _talk(
+    server: Server, verb: bytes, names: Sequence[str], deadline: float
+) -> Generator[Sequence[Answer], None, None]:
+    """Send a command for each name at the first ``next``; receive the answers at the second."""
+    with server.connection() as sock:
+        commands = (sockets.command(verb, _encoded(name)) for name in names)
+        sockets.send(sock, b"".join(commands), deadline)
+        yield ()
+        answers = sockets.replies(sock, len(names), deadline)
+    yield answers
+
+
+def _checked(answer: Answer) -> bytes:
+    if isinstance(answer, Exception):
         raise answer
     return answer
 
 
-def _is_one(answer: bytes | redis.ResponseError) -> bool:
+def _is_one(answer: Answer) -> bool:
     return _checked(answer) == b"1"
 
 

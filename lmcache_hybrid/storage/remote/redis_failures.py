@@ -34,6 +34,8 @@ _CLOSED = (redis.ConnectionError, ConnectionError, RedisClusterException)
 _NO_TLS = (*_CLOSED, redis.TimeoutError, OSError)
 # What who sends no password is told, in the servers' words and in redis-py's.
 _NO_LOGIN = ("NOAUTH", "Authentication required", "HELLO must be called")
+# What OpenSSL says where a server got no certificate of its client, with TLS 1.3.
+_NO_CERTIFICATE = "CERTIFICATE_REQUIRED"
 
 
 # What helps a server that takes no writes because it cannot save its snapshot.
@@ -60,6 +62,8 @@ def cause_of_failure(url: str, error: Exception) -> str:
         The words and what to write, as a part of a sentence; "" where this shows nothing.
     """
     scheme, words = url.partition("://")[0].lower(), str(error).lstrip("-")
+    if _NO_CERTIFICATE in words:
+        return _give_certificate(scheme)
     if isinstance(error, MovedError) and scheme in ("redis", "rediss"):
         return f"it is a node of a cluster; {as_cluster(scheme)}"
     if isinstance(error, redis.BusyLoadingError):
@@ -77,12 +81,20 @@ def cause_of_failure(url: str, error: Exception) -> str:
         return _behind_sentinels(url, error, plain)
     place = hosts_of(url)[0] if scheme == CLUSTER else _place_of(url)
     words = _first_words(place)
+    if tls and not words and "ssl_certfile" not in url and _asks_for_certificate(place):
+        return _give_certificate(scheme)
     if not tls and not words and _speaks_tls(place):
         instead = f"set {CA_FILE} to its certificates"
         if scheme == "redis":
             instead = f"write rediss:// in place of redis://, and {instead} if they are your own"
         return f"it speaks TLS alone; {instead}"
     return _explained("it", words, plain)
+
+
+def _give_certificate(scheme: str) -> str:
+    """Return what :func:`cause_of_failure` does, where a server asks for a client's certificate."""
+    given = "add ?ssl_certfile=FILE&ssl_keyfile=FILE to its URL, or " if scheme == "rediss" else ""
+    return f"it asks for a client's certificate; {given}set tls-auth-clients to no there"
 
 
 def _explained(who: str, words: str, plain: str) -> str:
@@ -115,6 +127,8 @@ def _behind_sentinels(url: str, error: Exception, plain: str) -> str:
         )
     if plain and words:
         return _explained("a sentinel", words, plain)
+    if plain and _asks_for_certificate(hosts_of(url)[0]):
+        return _give_certificate(SENTINEL)
     try:
         options = connection_options(url)
     except ConfigError:  # its file was there when the engine started
@@ -164,6 +178,23 @@ def _speaks_tls(place: tuple[str, int]) -> bool:
         return bool(ssl.get_server_certificate(place, timeout=CAUSE_SECONDS))
     except (OSError, ValueError):  # ssl's errors, too
         return False
+
+
+def _asks_for_certificate(place: tuple[str, int]) -> bool:
+    """Whether a server ends TLS because its client has no certificate.
+
+    A client that sends a command at once may only see that the connection is closed.
+    """
+    context = ssl._create_unverified_context()  # nothing is sent
+    try:
+        with socket.create_connection(place, CAUSE_SECONDS) as sock:
+            with context.wrap_socket(sock) as secure:
+                secure.recv(1)
+    except ssl.SSLError as error:
+        return _NO_CERTIFICATE in str(error)
+    except (OSError, ValueError):  # it waits for a command; or no name of a host
+        pass
+    return False
 
 
 def _first_words(place: tuple[str, int]) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs why a server takes no records, less and less often."""
 
+import contextlib
 import math
 import threading
 import time
@@ -69,7 +70,11 @@ class Refusals:
         """Do :meth:`explain` on a thread of its own; never blocks."""
         if time.monotonic() < self._asks_at:
             return
-        threading.Thread(target=self.explain, args=(error,), name="hybrid-why", daemon=True).start()
+        asking = threading.Thread(
+            target=self.explain, args=(error,), name="hybrid-why", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # no more threads: the caller has its own error
+            asking.start()
 
     def close(self) -> None:
         """Ask no server any more."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy
 import torch
+from awscrt.exceptions import AwsCrtError
 from awscrt.http import HttpHeaders, HttpRequest
 from awscrt.s3 import S3Request, S3RequestType, S3ResponseError
 from lmcache.utils import CacheEngineKey
@@ -39,14 +40,19 @@ WRITE_SECONDS = 20.0
 FLUSH_SECONDS, CANCEL_SECONDS = 8.0, 2.0
 # HEAD requests in flight at once. A LIST would return the records of all prompts of a model.
 SIDE_BY_SIDE = 64
+# Max seconds since S3 showed an object to our keys, for its 403 of another one to mean "not there".
+TRUSTED_SECONDS = 600.0
 
 T = TypeVar("T")
 _CODE = re.compile(rb"<Code>(\w{1,64})</Code>")
 # What to look at, by code, or by status where an answer has no body, as one to HEAD.
-_UNTOLD = ": look at its keys, their session, extra_config.s3_region and this machine's clock"
+_REST = "their session, extra_config.s3_region and this machine's clock"
 _MEANINGS = {
-    "400": _UNTOLD,
-    "403": _UNTOLD,
+    "400": f": look at its keys, {_REST}",
+    "403": (
+        ": its keys may not do this; without s3:ListBucket S3 says so of each object that is not "
+        f"there; else look at {_REST}"
+    ),
     "AuthorizationHeaderMalformed": ": extra_config.s3_region is not the bucket's",
     "ExpiredToken": ": the session of its keys has ended",
     "InvalidAccessKeyId": ": it knows no such key, or its session token is missing",
@@ -95,6 +101,7 @@ class HybridS3Connector(BatchConnector):
         self._batches: set[asyncio.Future[list[BaseException | None]]] = set()
         self._closed = False
         self._unreachable = -math.inf  # time.monotonic of the last write that got no answer
+        self._let_in = -math.inf  # time.monotonic of the last object that we were shown
         self._tls = not (context.config.extra_config or {}).get("disable_tls")
         self.shown = f"s3://{theirs.s3_endpoint}"
         self._refusals = Refusals(self.shown, self.cause)
@@ -102,16 +109,39 @@ class HybridS3Connector(BatchConnector):
     def cause(self, error: Exception) -> str:
         if _is_s3(error):
             return ""
-        return s3_failures.cause_of_silence(self._theirs.s3_endpoint, self._tls)
+        if isinstance(error, AwsCrtError) and "CREDENTIALS" in error.name:
+            return s3_failures.no_credentials()
+        theirs = self._theirs
+        silence = s3_failures.cause_of_silence(theirs.s3_endpoint, self._tls)
+        return silence or s3_failures.lack_of_credentials(theirs.credentials_provider)
 
     async def exists(self, key: CacheEngineKey) -> bool:
         """Whether the object exists. Raises S3Error or AwsCrtError if the server cannot tell."""
+        return (await self._existing([key]))[0]
+
+    async def _existing(self, keys: Sequence[CacheEngineKey]) -> list[bool]:
+        """Ask for each object; see :meth:`exists`.
+
+        Keys that may not list the bucket are answered 403 in place of 404. So are keys that may
+        not read, though they may write: only an object that we were shown tells the two apart.
+        """
+        found = await self._each(self._head, keys)
+        refusal = next((each for each in found if isinstance(each, S3Error)), None)
+        if refusal is not None and time.monotonic() - self._let_in >= TRUSTED_SECONDS:
+            raise refusal
+        return [each is True for each in found]
+
+    async def _head(self, key: CacheEngineKey) -> bool | S3Error:
+        """Whether an object exists; a 403 is returned, too, see :meth:`_existing`."""
         try:
             await self._answer(self._request("HEAD", key, S3RequestType.DEFAULT, "HeadObject"))
         except S3Error as error:
             if error.status == 404:
                 return False
+            if error.status == 403 and not error.code:
+                return error
             raise
+        self._let_in = time.monotonic()
         return True
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
@@ -120,7 +150,7 @@ class HybridS3Connector(BatchConnector):
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
         """Ask for up to SIDE_BY_SIDE objects at once; S3 has no request for several."""
         try:
-            return self._wait(self._each(self.exists, keys), seconds)
+            return self._wait(self._existing(keys), seconds)
         except Exception as error:
             self._explain(error)
             raise
@@ -229,6 +259,10 @@ class HybridS3Connector(BatchConnector):
     @property
     def writing(self) -> int:
         return len(self._writing)
+
+    @property
+    def uses_memory(self) -> bool:
+        return bool(self._in_flight)
 
     def delete(self, key: CacheEngineKey, seconds: float) -> None:
         self._wait(self._delete(key), seconds)

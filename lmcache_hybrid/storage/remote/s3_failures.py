@@ -2,13 +2,17 @@
 """Finds the words for why an S3 server gives no answer, and what to write."""
 
 import http.client
+import os.path
 import socket
 import ssl
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 # Max seconds to connect, and to wait for an answer.
 CAUSE_SECONDS = 1.0
+# Max seconds to wait for credentials: AWS' client asks pod and machine for theirs, twice.
+CREDENTIALS_SECONDS = 5.0
 # What OpenSSL says of an answer that is no TLS.
 _PLAIN_ANSWERS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
 # Status codes of a proxy that does not reach the server, or wants a password.
@@ -51,9 +55,10 @@ def cause_of_silence(endpoint: str, tls: bool) -> str:
     except ssl.SSLCertVerificationError as error:
         if tls:
             said = error.verify_message.rstrip(".")
-            return (
-                f"its certificate is not valid here ({said}); let this system trust its authority"
-            )
+            fix = "let this system trust its authority"
+            if "mismatch" in said:  # of host name or address
+                fix = "write its name as its certificate does"
+            return f"its certificate is not valid here ({said}); {fix}"
         encrypted, why = True, ""
     if encrypted and not tls:
         return "it speaks TLS; remove extra_config.disable_tls"
@@ -61,6 +66,33 @@ def cause_of_silence(endpoint: str, tls: bool) -> str:
     if tls and why in _PLAIN_ANSWERS and _answers(plain)[0]:
         return "it speaks without TLS; set extra_config.disable_tls: true, or turn TLS on there"
     return ""
+
+
+def lack_of_credentials(provider: Any) -> str:
+    """Ask for the credentials with which AWS' client signs requests. Blocks.
+
+    Where it finds none it looks for them with each request, until its caller stops waiting.
+
+    Args:
+        provider: an ``AwsCredentialsProvider``.
+
+    Returns:
+        :func:`no_credentials`; "" where there are some.
+    """
+    try:
+        provider.get_credentials().result(CREDENTIALS_SECONDS)
+    except Exception:  # whatever AWS' client raises
+        return no_credentials()
+    return ""
+
+
+def no_credentials() -> str:
+    """Return what to write where AWS' client has no credentials, as a part of a sentence."""
+    file = f"{os.path.expanduser('~')}/.aws/credentials"
+    return (
+        "AWS' client finds no credentials for it; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+        f"write them to {file}, or give this pod or machine a role"
+    )
 
 
 def _answers(connection: http.client.HTTPConnection) -> tuple[bool, str]:

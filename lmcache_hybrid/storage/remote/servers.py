@@ -62,12 +62,13 @@ class Server:
             redis.RedisError, OSError: the server cannot be reached, or refuses us.
         """
         with self._lock:
-            if self._closed:
-                raise redis.ConnectionError("this engine is shutting down")
+            self._check_open()
             connection = self._idle.pop() if self._idle else self._make()
             self._busy.add(connection)
         try:
             connection.connect()
+            with self._lock:  # close() could not shut down what was not connected yet
+                self._check_open()
             yield connection._sock
         except BaseException as error:
             with self._lock:
@@ -86,6 +87,11 @@ class Server:
         if not keep:
             connection.disconnect()
 
+    def _check_open(self) -> None:
+        """Raise ConnectionError after :meth:`close`. Call with the lock held."""
+        if self._closed:
+            raise redis.ConnectionError("this engine is shutting down")
+
     def _forget(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
@@ -98,8 +104,9 @@ class Server:
             self._closed = True
             busy = list(self._busy)
         for connection in busy:
-            with contextlib.suppress(OSError, AttributeError):  # closed, or not connected yet
-                connection._sock.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError, TypeError):  # closed, or not connected yet
+                # Not the TLS socket's own: a write after that would go out in the clear.
+                socket.socket.shutdown(connection._sock, socket.SHUT_RDWR)
         self._forget()
 
 
@@ -113,6 +120,9 @@ class OneServer:
 
     def __init__(self, pool: redis.ConnectionPool) -> None:
         self._server = Server(lambda: _connection(pool))
+
+    def reach(self) -> None:
+        pass
 
     def of(self, name: str) -> Server:
         return self._server
@@ -221,6 +231,9 @@ class ClusterServers:
             old.close()
         return client
 
+    def reach(self) -> None:
+        self._cluster()
+
     def of(self, name: str) -> Server:
         try:
             node = self._cluster().get_node_from_key(name)
@@ -268,8 +281,9 @@ class ClusterServers:
         self._asker.shutdown(wait=False, cancel_futures=True)
 
 
-# Finds the server of a key. ``of`` returns it. ``after`` returns the one to retry after an error of
-# TRY_AGAIN; like ``refresh`` it asks a cluster again. All may block, and raise as commands do.
+# Finds the server of a key. ``reach`` connects, and ``of``, which returns the server, asks nobody
+# then. ``after`` returns the one to retry after an error of TRY_AGAIN; like ``refresh`` it asks a
+# cluster again. All may block, and raise as commands do.
 Servers = OneServer | ClusterServers
 
 

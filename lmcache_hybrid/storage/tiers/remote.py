@@ -15,8 +15,8 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
 from lmcache_hybrid.storage.folder.record_io import Fate
-from lmcache_hybrid.storage.remote.reader import RemoteReader
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
+from lmcache_hybrid.storage.remote.silent_reads import RemoteReader
 from lmcache_hybrid.storage.tiers.base import Observer, Opening, StorageTier
 
 # Max seconds to remove a damaged record; the server has just answered.
@@ -86,12 +86,17 @@ class RemoteTier(StorageTier):
         """See :meth:`.StorageTier.close`. Waits for queued writes, and ends the connector.
 
         LMCache closes it again, but only after it has freed the memory that is still to be written.
+        Where a call hangs that uses it, the memory stays: a second engine's could take its place.
         """
         self._reader.close()
-        if self.backend.connection is not None and self.backend.loop.is_running():
+        if self.backend.connection is None:
+            return
+        if self.backend.loop.is_running():
             ending = asyncio.run_coroutine_threadsafe(self._connector.close(), self.backend.loop)
             with contextlib.suppress(TimeoutError):  # the process ends all the same
                 ending.result(CLOSE_SECONDS)
+        if self._connector.uses_memory:
+            self.backend.local_cpu_backend.memory_allocator._unregistered = True
 
     @property
     def _patience(self) -> float:

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from lmcache_hybrid.config.stores import BY_SCHEME
 from lmcache_hybrid.config.stores.fs import Folders
 from lmcache_hybrid.core.errors import ConfigError, StoreError
-from lmcache_hybrid.storage.disk.files import OLD_PROMPTS, delete_old_prompts, open_regular
+from lmcache_hybrid.storage.disk.files import open_regular
 from lmcache_hybrid.storage.folder.lock_file import LOCK_NAMES
 from lmcache_hybrid.storage.folder.record_files import (
     DATA,
@@ -72,7 +72,7 @@ class FolderStore:
             self.notes.append(f"Records are in {printable(', '.join(inside))}: name that folder.")
 
     def _entry(self, file: os.DirEntry) -> Iterator[Entry]:
-        if file.name in (*LOCK_NAMES, *OLD_PROMPTS) or is_temporary(file.name):
+        if file.name in LOCK_NAMES or is_temporary(file.name):
             return
         key = key_of(file.name, DATA, TEMPORARY, LOCAL_DISK)
         if key is None or not file.is_file(follow_symlinks=False):
@@ -125,7 +125,6 @@ class FolderStore:
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 _delete_unfinished(folder)
-        delete_old_prompts(map(str, self._folders))
         return deleted
 
     def close(self) -> None:

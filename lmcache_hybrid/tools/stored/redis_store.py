@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records in Redis: ``KEYkv_bytes``, and the ``KEYmetadata`` beside it that earlier releases wrote.
+"""Records in Redis, each the value of ``KEYkv_bytes``.
 
 Keys are listed with SCAN and a pattern and read in pipelines, so nothing here blocks a server for
 longer than a page of keys takes.
@@ -15,7 +15,7 @@ import redis
 
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.core.errors import StoreError
-from lmcache_hybrid.storage.key_names import METADATA, VALUE, parse_key, printable
+from lmcache_hybrid.storage.key_names import VALUE, parse_key, printable
 from lmcache_hybrid.storage.record_format import HEADER_BYTES
 from lmcache_hybrid.tools.stored.record_store import Entry
 from lmcache_hybrid.tools.stored.redis_client import ERRORS, connect
@@ -57,11 +57,10 @@ class RedisStore:
         self.foreign = 0
         ours = 0
         with self._answers():
-            for part in (VALUE, METADATA):
-                for names in self._pages(part):
-                    for entry in self._described(names, part):
-                        ours += 1 + (not entry.missing and entry.taken > entry.size)
-                        yield entry
+            for names in self._pages():
+                for entry in self._described(names):
+                    ours += 1
+                    yield entry
             self.foreign = max(0, self._keys() - ours)
 
     def _keys(self) -> int:
@@ -69,41 +68,36 @@ class RedisStore:
             return self._client.dbsize(target_nodes=redis.RedisCluster.PRIMARIES)
         return self._client.dbsize()
 
-    def _pages(self, suffix: str) -> Iterator[list[str]]:
-        """Yield pages of our keys' names without ``suffix``.
+    def _pages(self) -> Iterator[list[str]]:
+        """Yield pages of our keys' names without VALUE.
 
         SCAN may return a key twice while a server resizes its table, when its number of keys
         doubles or shrinks to an eighth meanwhile. Then it counts twice.
         """
-        for keys in pages(self._client.scan_iter(PATTERN + suffix, PAGE)):
-            names = (key.decode("utf-8", "surrogateescape").removesuffix(suffix) for key in keys)
+        for keys in pages(self._client.scan_iter(PATTERN + VALUE, PAGE)):
+            names = (key.decode("utf-8", "surrogateescape").removesuffix(VALUE) for key in keys)
             yield [name for name in dict.fromkeys(names) if parse_key(name)]
 
-    def _described(self, names: list[str], part: str) -> Iterator[Entry]:
-        """Describe records; for METADATA those without a value, which Redis evicted."""
+    def _described(self, names: list[str]) -> Iterator[Entry]:
         answers = self._ask(
             command
             for name in names
             for command in (
                 # First, because the others may count as a use.
-                ("OBJECT", "IDLETIME", _bytes(name + part)),
+                ("OBJECT", "IDLETIME", _bytes(name + VALUE)),
                 ("EXISTS", _bytes(name + VALUE)),
                 ("STRLEN", _bytes(name + VALUE)),
                 ("GETRANGE", _bytes(name + VALUE), 0, HEADER_BYTES - 1),
-                ("STRLEN", _bytes(name + METADATA)),
             )
         )
-        for name, (idle, *others) in zip(names, answers_of(answers, 5)):
-            there, size, head, extra = map(self._string, others)
-            if None in (size, head, extra):
-                continue  # not strings: not ours
-            if there != (part == VALUE) or not (there or extra):
-                continue  # gone by now, or already described
+        for name, (idle, *others) in zip(names, answers_of(answers, 4)):
+            there, size, head = map(self._string, others)
+            if None in (size, head) or not there:
+                continue  # not strings: not ours; or gone by now
             key = parse_key(name)
             assert key is not None
             age = None if isinstance(idle, Exception) or idle is None else float(idle)
-            missing = None if there else "metadata whose value is missing"
-            yield Entry(key, name, size, size + extra, age, head, None, missing)
+            yield Entry(key, name, size, size, age, head, None)
 
     @contextmanager
     def open(self, entry: Entry) -> Iterator[BinaryIO]:
@@ -118,16 +112,15 @@ class RedisStore:
         return sum(self._delete(page) for page in pages(wheres))
 
     def _delete(self, page: list[str]) -> int:
-        # One command each: in a cluster the two may lie on different nodes.
-        names = (_bytes(where + part) for where in page for part in (METADATA, VALUE))
+        # One command each: in a cluster they lie on different nodes.
         with self._answers():
-            removed = self._ask(("UNLINK", name) for name in names)
+            removed = self._ask(("UNLINK", _bytes(where + VALUE)) for where in page)
         for answer in removed:
             if isinstance(answer, Exception):
                 raise StoreError(
                     f"{self.name} does not delete ({printable(str(answer))}); allow UNLINK."
                 )
-        return sum(any(pair) for pair in answers_of(removed, 2))
+        return sum(map(bool, removed))
 
     def close(self) -> None:
         self._client.close()

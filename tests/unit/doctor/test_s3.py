@@ -185,3 +185,12 @@ def test_tls_on_one_side_only_is_found(encrypted):
         said = cause_of_silence(f"localhost:{port}", tls=True)
         assert said.startswith("it speaks without TLS; set extra_config.disable_tls: true")
         assert cause_of_silence(f"localhost:{port}", tls=False) == ""
+
+
+@pytest.mark.parametrize("host", ["127.1", "0.0.0.0"])
+def test_a_certificate_for_another_name_is_told(encrypted, tmp_path, monkeypatch, host):
+    """Its authority is trusted; both hosts are this machine's loopback address."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
+    said = cause_of_silence(f"{host}:{encrypted}", tls=True)
+    assert said.startswith("its certificate is not valid here (") and " mismatch, " in said
+    assert said.endswith("); write its name as its certificate does")

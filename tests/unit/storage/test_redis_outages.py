@@ -22,14 +22,15 @@ from lmcache_hybrid.core.errors import LoadError, StoreError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.remote import redis as redis_records
 from lmcache_hybrid.storage.remote import sockets
-from lmcache_hybrid.storage.remote.reader import READERS
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from lmcache_hybrid.storage.remote.redis_failures import CAUSE_SECONDS, cause_of_failure
+from lmcache_hybrid.storage.remote.silent_reads import READERS
 from lmcache_hybrid.tools.stored.redis_client import connect
 from tests.ports import free_port, free_ports
 from tests.servers import (
     Cluster,
     Node,
+    Proxy,
     Sentinel,
     Sentinels,
     address_of_this_machine,
@@ -517,3 +518,60 @@ def test_a_server_without_tls_is_told_once_with_what_to_write(box, valkey, hybri
     assert line.startswith(f"{url} refuses records")
     assert ": it speaks without TLS (" in line
     assert line.endswith("); write redis:// in place of rediss://, or turn TLS on there")
+
+
+GIVE_IT = "it asks for a client's certificate; {}set tls-auth-clients to no there"
+IN_URL = "add ?ssl_certfile=FILE&ssl_keyfile=FILE to its URL, or "
+
+
+@pytest.fixture
+def asking(valkey, tmp_path, monkeypatch):
+    """The port of a server that wants a certificate of each client, and settings that name one."""
+    certificate = make_certificate(tmp_path)
+    monkeypatch.setenv(CA_FILE, str(certificate))
+    front = Front(free_port(), valkey.port, certificate, strict=True, asks=True)
+    yield front.port, f"ssl_certfile={certificate}&ssl_keyfile={certificate.with_suffix('.key')}"
+    front.close()
+
+
+def test_a_server_that_asks_for_a_certificate_is_told_once_and_takes_ours(box, asking, hybrid_log):
+    """With TLS 1.3 it asks before its first answer, when the client takes TLS for ready."""
+    port, ours = asking
+    url = f"rediss://localhost:{port}"
+    (line,) = said_of_refusals(box("redis", remote_url=url), hybrid_log)
+    assert line.startswith(f"{url} refuses records") and line.endswith(GIVE_IT.format(IN_URL))
+    box("redis", remote_url=f"{url}?{ours}").write().read()
+
+
+@pytest.mark.parametrize(
+    "scheme, words", [("rediss", IN_URL), ("redis-cluster", ""), ("redis-sentinel", "")]
+)
+def test_who_asks_for_a_certificate_is_found_however_the_connection_ended(asking, scheme, words):
+    """A client that still sends may not hear the reason. Clusters' clients are given none."""
+    url = f"{scheme}://localhost:{asking[0]}"
+    with pytest.raises(StoreError) as told:
+        connect(url)
+    assert str(told.value) == f"{url} cannot be used: {GIVE_IT.format(words)}."
+    assert cause_of_failure(url, BrokenPipeError()) == GIVE_IT.format(words)
+    heard = ssl.SSLError("[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert (_ssl.c:2580)")
+    assert cause_of_failure(f"{scheme}://localhost:1", heard) == GIVE_IT.format(words)
+
+
+def test_a_certificate_is_not_missed_where_nobody_asks_for_one(valkey, tmp_path, monkeypatch):
+    with ExitStack() as ends:
+        port = tls_in_front(ends, valkey.port, tmp_path, monkeypatch)
+        for scheme in ("rediss", "redis-cluster", "redis-sentinel"):
+            assert cause_of_failure(f"{scheme}://localhost:{port}", BrokenPipeError()) == ""
+
+
+def test_a_proxy_that_knows_few_commands_serves(box, valkey):
+    """Such as twemproxy, which ends a connection that says who the client is."""
+    proxy = Proxy(valkey.port)
+    try:
+        url = f"redis://localhost:{proxy.port}"
+        one = box("redis", remote_url=url).write()
+        one.read()
+        assert connect(url).ping()
+    finally:
+        proxy.close()
+    assert not one.store.failed_writes

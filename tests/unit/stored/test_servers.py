@@ -14,7 +14,6 @@ from lmcache_hybrid.tools.stored import redis_client, redis_store
 from lmcache_hybrid.tools.stored.opening import open_store
 from tests.servers import Cluster, address_of_this_machine
 
-from ..old_records import add_metadata
 from ..store_box import FINGERPRINT, MODEL, N, flip, valkey  # noqa: F401
 from ..test_remote_stores import MANY, box, cluster, every_kind, shared_sentinels  # noqa: F401
 from .commands import LONG_AGO, run, run_json
@@ -32,7 +31,7 @@ def name_of(filled, key, part: str) -> str:
 
 @every_kind
 def test_all_nodes_are_one_store(box, kind):  # noqa: F811
-    """Records, what earlier releases wrote beside them, damage, and what is not ours."""
+    """Records, damage, and what is not ours."""
     filled = box(kind).write(MANY)
     other = box(kind, fingerprint=bytes(16)).write(MANY[:10])
     assert not filled.store.failed_writes
@@ -46,8 +45,6 @@ def test_all_nodes_are_one_store(box, kind):  # noqa: F811
     assert (result["foreign"], rows["0" * 16]["records"]) == (30, 10)
 
     damaged, evicted, whole = MANY[:3], MANY[3:7], MANY[7:]
-    for key in MANY[:11]:
-        add_metadata(filled, key)
     for key in damaged:
         value = name_of(filled, key, "kv_bytes")
         filled.redis.set(value, flip(300)(filled.redis.get(value)))
@@ -55,22 +52,21 @@ def test_all_nodes_are_one_store(box, kind):  # noqa: F811
         filled.redis.delete(name_of(filled, key, "kv_bytes"))
     good = len(whole) + 10
     counts = run_json("verify", url, exit_code=1)["counts"]
-    assert counts == {"good": good, "damaged": 3, "unfinished": 4}
+    assert counts == {"good": good, "damaged": 3}
     assert "Deleted 3 damaged" in run("verify", url, "--delete-damaged")
     result = run_json("verify", url)
-    assert (result["counts"], result["foreign"]) == ({"good": good, "unfinished": 4}, 30)
-    # What an earlier release wrote beside them goes too, from whichever node it was on.
+    assert (result["counts"], result["foreign"]) == ({"good": good}, 30)
     assert not any_exists(filled, damaged)
 
     told = run("purge", url, "--fingerprint", FINGERPRINT[:8].hex(), "--yes")
-    assert f"Deleted {len(whole) + 4} of {len(whole) + 4} records" in told
+    assert f"Deleted {len(whole)} of {len(whole)} records" in told
     assert not any_exists(filled, MANY)
     assert list(other.store.locate(MANY[:10])) == MANY[:10]
     assert filled.redis.get("session0") == b"not ours"
 
 
 def any_exists(filled, keys) -> bool:
-    names = (name_of(filled, key, part) for key in keys for part in ("kv_bytes", "metadata"))
+    names = (name_of(filled, key, "kv_bytes") for key in keys)
     return any(map(filled.redis.exists, names))
 
 

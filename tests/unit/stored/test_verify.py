@@ -9,13 +9,11 @@ import pytest
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage import record_format
-from lmcache_hybrid.storage.disk.files import OLD_PROMPTS
 from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, WRITING, check_wrapper
 from lmcache_hybrid.tools.stored import audit
 from lmcache_hybrid.tools.stored.audit import Status
 from lmcache_hybrid.tools.stored.opening import open_store
 
-from ..old_records import add_metadata
 from ..store_box import KEYS, OTHER_LENGTH, SAME_LENGTH, N, outside
 from .commands import FINGERPRINT_HEX, aged, aged_all, row_of, run, run_json, store_of
 
@@ -114,18 +112,6 @@ def test_what_a_killed_engine_left_in_a_shared_folder(box):
     assert not left.exists() and row_of(filled)["records"] == 4
 
 
-def test_what_an_earlier_release_left_of_a_record_in_redis(box):
-    filled = box("redis").write()
-    name = filled.store.engine_key(KEYS[0]).to_string()
-    add_metadata(filled, KEYS[0])
-    filled.redis.delete(name + "kv_bytes")
-    assert row_of(filled)["unfinished"] == 1 and row_of(filled)["records"] == 3
-    aged(filled, KEYS[0])
-    assert run_json("verify", store_of(filled), exit_code=1)["counts"] == {"good": 3, "damaged": 1}
-    run("verify", store_of(filled), "--delete-damaged")
-    assert not filled.redis.exists(name + "metadata")
-
-
 def test_a_cut_value_in_redis_is_damaged(box):
     """It is written at once, so nobody is still writing it."""
     filled = box("redis").write()
@@ -168,7 +154,7 @@ def test_lmcaches_own_header_is_understood(box):
 
 def test_verify_removes_nothing_unless_it_is_told_to(box):
     filled = box("disk").write()
-    others = [filled.folder / name for name in (*OLD_PROMPTS, f"{WRITING}1.tmp")]
+    others = [filled.folder / name for name in (f"{WRITING}1.tmp", "notes.txt")]
     for path in others:
         path.write_bytes(b"x")
         os.utime(path, (1e9, 1e9))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which remote stores lookups leave out, as they did not answer, and how often a failure is said.
 
-Loads and writes tell silence by themselves: ``storage/remote/reader.py`` and
+Loads and writes tell silence by themselves: ``storage/remote/silent_reads.py`` and
 ``storage/remote/redis.py``.
 """
 
