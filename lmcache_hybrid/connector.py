@@ -22,7 +22,13 @@ from lmcache_hybrid.config.check import checked_options
 from lmcache_hybrid.config.folders import settle_disk_folder
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.options import Options
-from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, spans_hosts
+from lmcache_hybrid.config.parallel import (
+    check_parallelism,
+    check_prefix_cache,
+    spans_hosts,
+)
+from lmcache_hybrid.config.tight_memory import scarce_memory
+from lmcache_hybrid.core.by_ray import placed_by_ray
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
 from lmcache_hybrid.core.groups import plan_groups
@@ -248,6 +254,7 @@ class HybridConnector(KVConnectorBase_V1):
         except Exception as error:
             refusal = error if isinstance(error, ConfigError) else None
             problem = problem or f"its KV cache cannot be mapped: {error!r}"
+        self._warn_of_scarce_memory()
         try:
             # Collective, so it comes before anything that may fail on one rank.
             name, replicas = fingerprints(self._vllm_config, self.plan, pages, problem)
@@ -262,6 +269,18 @@ class HybridConnector(KVConnectorBase_V1):
                 self._switch_off(error)
         if refusal is not None:
             raise refusal
+
+    @guarded("nothing changes", _nothing)
+    def _warn_of_scarce_memory(self) -> None:
+        """Warn where pinned pools do not fit; the first rank of a host speaks for its others."""
+        pinned = any(cache.device.type != "cpu" for cache in self.kv_caches.values())
+        if not pinned or self._manager is None:
+            return
+        parallel = self._vllm_config.parallel_config
+        here = 1 if placed_by_ray(parallel) else parallel.local_world_size
+        if parallel.rank % here == 0:
+            for sentence in scarce_memory(self._manager.config, here):
+                logger.warning("%s", sentence)
 
     def get_handshake_metadata(self) -> Introduction | None:
         """Return what the scheduler needs to ask ranks on several hosts, on rank 0."""
@@ -281,16 +300,17 @@ class HybridConnector(KVConnectorBase_V1):
     def _open(self, pages: dict[int, GroupPages], name: bytes, replicas: Replicas | None) -> None:
         """Start LMCache's backends on this rank, and serve."""
         assert self._manager is not None
+        config = self._manager.config
+        options, device = self._options, next(iter(self.kv_caches.values())).device
         engine = open_backends(self._manager)
         if engine is None:
             return
         assert self._server is not None
-        options, device = self._options, next(iter(self.kv_caches.values())).device
         worker, lookup = make_worker(
             engine, self._vllm_config, self.plan, pages, options, device, name, replicas
         )
         self.worker, self._guard = worker, WeightsGuard()
-        self._cleaners = clean_folders(self._manager.config, options, worker.ledger)
+        self._cleaners = clean_folders(config, options, worker.ledger)
         # Last: from now on this rank makes promises.
         guarded_lookup = GuardedLookup(lookup, self._guard)
         self._server.serve(guarded_lookup, self._reset, worker.ledger, worker.drop, worker.keep)
@@ -513,9 +533,17 @@ class HybridConnector(KVConnectorBase_V1):
     def take_events(self) -> "list[KVCacheEvent]":
         return self._events.drain() if self._events else []
 
-    @guarded("no step is made for KV cache events", lambda self: False)
+    @guarded(
+        "no step is made for KV cache events, nor for loads during a pause", lambda self: False
+    )
     def has_pending_push_work(self) -> bool:
-        return self._events is not None and self._events.pending
+        """Whether vLLM must make steps although no request can run.
+
+        For KV cache events, and for loads: a pause with ``mode=keep`` must find none.
+        """
+        if self._events is not None and self._events.pending:
+            return True
+        return self.scheduler is not None and self.scheduler.loads_in_flight
 
     @guarded("KV cache events may leave out what LMCache holds", _nothing)
     def cleared(self) -> None:

@@ -8,9 +8,16 @@ from vllm.logger import init_logger
 from lmcache_hybrid.config.drafts import why_hits_are_shorter
 from lmcache_hybrid.config.no_hits import relative, with_few_hits, without_hits
 from lmcache_hybrid.config.options import Options, log_events, log_remarks, log_sharing
+from lmcache_hybrid.config.parallel import local_ranks
 from lmcache_hybrid.config.stores import in_the_clear
 from lmcache_hybrid.config.stores.base import folders_in
 from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers
+from lmcache_hybrid.config.tight_memory import (
+    folders_in_memory,
+    limits_above_disks,
+    taken_beside,
+    tight_memory,
+)
 from lmcache_hybrid.core.groups import GroupPlan, page_bytes, suggested_unit
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
@@ -20,7 +27,6 @@ from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
 from lmcache_hybrid.scheduler.step_ends import Drafter
 from lmcache_hybrid.scheduler.waits import IdleSteps
-from lmcache_hybrid.storage.disk.files import delete_old_prompts
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -46,8 +52,6 @@ def make_scheduler(
         config: LMCache's, settled for this engine.
         queue: asks the ranks.
     """
-    if config.local_disk:
-        delete_old_prompts(folders_in("LMCache option local_disk", config.local_disk))
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
     drafter = Drafter.of(vllm_config)
@@ -84,6 +88,13 @@ def _warn(
     log_sharing(vllm_config, options)
     log_remarks(vllm_config)
     for sentence in with_few_hits(config):
+        logger.warning("%s", sentence)
+    ranks = local_ranks(vllm_config)
+    for sentence in (
+        *tight_memory(config, ranks, *taken_beside(vllm_config, ranks)),
+        *folders_in_memory(config, ranks, options.folder_limits.max_bytes),
+        *limits_above_disks(config, options.folder_limits.max_bytes),
+    ):
         logger.warning("%s", sentence)
     if vllm_config.aux_output_config.enabled:
         logger.warning(

@@ -14,6 +14,7 @@ from lmcache_hybrid.config.own_options import (
     CHUNK_ENDS,
     KEEP_SHARE_KEY,
     KEY_FILE_KEY,
+    LOAD_FAILURE_KEY,
     LOAD_LIMIT_KEY,
     POLICIES,
     POLICY_KEY,
@@ -112,6 +113,12 @@ def read_options(
         limits = read_limits(own, names, config)
     except ConfigError as error:
         wrong += error.args
+    if own[POLICY_KEY] == "faster" and own[LOAD_FAILURE_KEY] == "fail":
+        wrong.append(
+            f"{names[POLICY_KEY]}='faster' gives up loads that are slower than computing, and "
+            f"{names[LOAD_FAILURE_KEY]}='fail' would end their requests with an error; set the "
+            "second to recompute, or the first to always."
+        )
     alone = not transfer.get_from_extra_config(BESIDE_KEY, False)
     checkpoint = own[CHECKPOINT_KEY]
     chunk_ends = checkpoint == CHUNK_ENDS

@@ -73,6 +73,18 @@ def test_the_load_policy_is_one_of_two():
         options(**{"lmcache.hybrid_load_policy": "fast"})
 
 
+def test_loads_that_are_given_up_must_not_end_their_requests():
+    settings = {
+        "lmcache.hybrid_load_policy": "faster",
+        "lmcache.hybrid_load_failure_policy": "fail",
+    }
+    with pytest.raises(
+        ConfigError, match="'fail' would end their requests with an error; set"
+    ) as e:
+        options(**settings)
+    assert_one_sentence(str(e.value))
+
+
 def test_sharing_prefills_is_on_or_off():
     assert options().share_prefills is True
     assert options(**{"lmcache.hybrid_share_prefills": False}).share_prefills is False

