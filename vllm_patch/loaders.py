@@ -186,9 +186,10 @@ def _streamed(model: "nn.Module", stream: WeightsStream) -> Iterator[None]:
         yield
         return
     own = vars(model).get("load_weights")
+    is_unused = getattr(model, "is_unused_checkpoint_weight", lambda name: False)
 
     def counting(weights: Iterable[tuple[str, "torch.Tensor"]], *args: Any, **kwargs: Any) -> Any:
-        return load_weights(stream.read(weights), *args, **kwargs)
+        return load_weights(stream.read(weights, is_unused), *args, **kwargs)
 
     model.load_weights = counting
     try:

@@ -19,7 +19,6 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.core.counts import Ledger
-from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.faults import caught
 
 if TYPE_CHECKING:
@@ -71,9 +70,10 @@ class _Waiting(NamedTuple):
 class LoadedAdapters:
     """The adapters that vLLM has loaded in this process, which is one rank. Thread-safe.
 
-    vLLM loads on the thread that runs the model; the lookup thread calls :meth:`content`. A lookup
-    reads an adapter that is not loaded, and vLLM takes that instead of reading the files again: so
-    the request is computed with the content that its lookup named.
+    vLLM loads on the thread that runs the model; the lookup thread calls :meth:`content`, and
+    the load thread :meth:`holds`. They read an adapter that is not loaded, and vLLM takes that
+    instead of reading the files again: so the request is computed with the content that its lookup
+    named.
 
     Attributes:
         rank, ranks: number of this rank, and of all ranks of the engine. If experts are spread
@@ -136,22 +136,25 @@ class LoadedAdapters:
     def content(self, lora: LoRARequest) -> bytes:
         """Digest the adapter that a request with ``lora`` would get; UNKNOWN if unsure.
 
-        Never raises: the thread that runs the model also calls it, and other ranks wait for that.
+        Never raises. Reads the files of an adapter that is neither loaded nor waiting.
         """
+        return self._content(lora, reads=True)
+
+    def _content(self, lora: LoRARequest, reads: bool) -> bytes:
         try:
-            return self._content(lora)
+            return self._content_that_stays(lora, reads)
         except Exception as error:
             what = "requests of this LoRA adapter are computed"
             caught("adapter_content", error, what, self.ledger)
             return UNKNOWN
 
-    def _content(self, lora: LoRARequest) -> bytes:
+    def _content_that_stays(self, lora: LoRARequest, reads: bool) -> bytes:
         if self.stages > 1:
             logger.warning_once(
                 "Requests with LoRA adapters are not cached with pipeline parallelism."
             )
             return UNKNOWN
-        known = self._known(lora)
+        known = self._known(lora, reads)
         if known == UNKNOWN:
             return UNKNOWN
         with self._lock:
@@ -171,12 +174,18 @@ class LoadedAdapters:
         )
         return UNKNOWN
 
-    def holds(self, adapter: Adapter | None) -> bool:
-        """Whether this rank has computed with the reported content ever since."""
+    def holds(self, adapter: Adapter | None, *, reads: bool = False) -> bool:
+        """Whether this rank has computed with the reported content ever since.
+
+        Args:
+            reads: whether to read the files of an adapter that is neither loaded nor waiting, which
+                takes up to seconds: never on the thread that runs the model. Without, it is not
+                held.
+        """
         if adapter is None:
             return True
         said = adapter.contents[self.rank] if adapter.contents else UNKNOWN
-        return said != UNKNOWN and said == self.content(adapter.lora)
+        return said != UNKNOWN and said == self._content(adapter.lora, reads)
 
     def all_hold(self, adapters: Sequence[Adapter | None]) -> list[bool]:
         """Whether every rank of this engine holds each adapter.
@@ -210,7 +219,7 @@ class LoadedAdapters:
         """Return the names by which vLLM's own caches know an adapter."""
         return (lora.lora_name,) if self._encoder_knows else (lora.lora_name, lora.lora_path)
 
-    def _known(self, lora: LoRARequest) -> bytes:
+    def _known(self, lora: LoRARequest, reads: bool) -> bytes:
         manager = self._manager
         if manager is None:
             return UNKNOWN
@@ -220,7 +229,7 @@ class LoadedAdapters:
             waiting = self._waiting.get(lora.lora_int_id)
         if waiting is not None and waiting.serves(lora):
             return waiting.content
-        return self._read_ahead(manager, lora)
+        return self._read_ahead(manager, lora) if reads else UNKNOWN
 
     def _read_ahead(self, manager: "WorkerLoRAManager", lora: LoRARequest) -> bytes:
         """Read an adapter that is not loaded and keep it for vLLM."""
@@ -256,11 +265,6 @@ class LoadedAdapters:
                 error,
             )
             return UNKNOWN
-
-
-def refuse(load: object, claim: object, after: object) -> int:
-    """Fail a load whose records are of an adapter that vLLM no longer computes with."""
-    raise LoadError("its LoRA adapter was loaded anew with another content", "adapter")
 
 
 def report_lost(ledger: Ledger, request_id: str) -> None:

@@ -5,7 +5,7 @@ Paths do not count: different weights get different names, copies the same.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,11 +60,18 @@ class WeightsStream:
         self._problem: Exception | None = None
 
     def read(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        is_unused: Callable[[str], bool] = lambda name: False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor after adding it: some loaders reuse its memory."""
+        """Yield each tensor after adding it: some loaders reuse its memory.
+
+        Args:
+            is_unused: whether the model skips the tensor of a name. It is not read from the disk:
+                a drafter's checkpoint is its whole target's, whose digest has the rest.
+        """
         for name, tensor in weights:
-            if self._problem is None:
+            if self._problem is None and not is_unused(name):
                 try:
                     self._digest.add(name, tensor)
                 except UNREADABLE as error:

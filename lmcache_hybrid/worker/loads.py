@@ -7,7 +7,7 @@ Their requests wait outside the running batch until the load is reported.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.core.late_loads import Pace
 from lmcache_hybrid.core.lmcache_stats import Monitor
 from lmcache_hybrid.core.threads import started
-from lmcache_hybrid.identity.adapters import LoadedAdapters, refuse, report_lost
+from lmcache_hybrid.identity.adapters import LoadedAdapters, report_lost
 from lmcache_hybrid.protocol.metadata import LoadSpec
 from lmcache_hybrid.storage.store import Claim, Store
 from lmcache_hybrid.worker.copies import Copies, CopyJob, StreamEvent
@@ -49,7 +49,6 @@ PART_BYTES = 8 << 20
 # dozen times, some 75 us each beside three other threads on an H100's host.
 LARGER, FEWEST = 4, 8
 
-Restore = Callable[[LoadSpec, Claim | None, StreamEvent], int]
 # Whether every byte of a load is in place; SlowError.seconds of one that was given up, else None.
 TransferResult = tuple[bool, float | None]
 
@@ -105,9 +104,7 @@ class LoadQueue:
     def start(self, load: LoadSpec, claim: Claim | None) -> None:
         """Queue a load, which takes over the claim. Never blocks on the store."""
         after = self._copies.mark()
-        restore: Restore = self._restore if self._adapters.holds(load.prefix.adapter) else refuse
-        asked = time.perf_counter()
-        future = self._executor.submit(self._load, load, claim, after, asked, restore)
+        future = self._executor.submit(self._load, load, claim, after, time.perf_counter())
         self._running[load.request_id] = _Running(load, claim, future)
 
     def refuse(self, load: LoadSpec) -> None:
@@ -174,13 +171,14 @@ class LoadQueue:
         claim: Claim | None,
         after: StreamEvent,
         asked: float,
-        restore: Restore,
     ) -> TransferResult:
         """Restore one request's blocks. Runs on the load thread, which releases the claim."""
         started = time.perf_counter()
         tokens = load.end(self._plan) - load.start * self._plan.block_size
         try:
-            size = restore(load, claim, after)
+            self._check_adapter(load)
+            size = self._restore(load, claim, after)
+            self._check_adapter(load)  # others' may have taken its place among those that wait
         except UnwantedError:
             return False, None
         except Exception as error:
@@ -250,6 +248,11 @@ class LoadQueue:
                 pace.check()
                 self._restore_part(claim, piece, after, pace)
         return size
+
+    def _check_adapter(self, load: LoadSpec) -> None:
+        """Raise LoadError if vLLM would compute with another content than the records'."""
+        if not self._adapters.holds(load.prefix.adapter, reads=True):
+            raise LoadError("its LoRA adapter was loaded anew with another content", "adapter")
 
     def _check_wanted(self, load: LoadSpec) -> None:
         """Raise UnwantedError if its request has ended, LoadError if vLLM is asleep."""

@@ -291,10 +291,8 @@ def test_redis_out_of_memory_serves_what_it_holds(site: Site) -> None:
 
 @on("redis")
 def test_a_record_that_redis_evicted_is_a_miss(site: Site) -> None:
-    """Also where an earlier release left its size beside it."""
     prompt = site.store()
     site.shelf.client.delete(prompt.record() + "kv_bytes")
-    site.shelf.client.set(prompt.record() + "metadata", b"left over")
     site.misses(prompt)
     site.serves(prompt)
 

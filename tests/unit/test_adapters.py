@@ -175,6 +175,21 @@ def test_an_adapter_that_is_not_loaded_is_read_once_for_lookup_and_vllm(tmp_path
     assert loaded(tmp_path / "same") == content
 
 
+def test_the_thread_that_runs_the_model_reads_no_files(tmp_path, monkeypatch):
+    """Others displaced the adapter before vLLM took it: the load's thread reads it again."""
+    named = []
+    engine()
+    for number in range(1, MOST_WAITING + 2):
+        adapter = ask(write(tmp_path / str(number), seed=number), number)
+        named.append(Adapter(adapter, (ADAPTERS.content(adapter),)))
+    with monkeypatch.context() as patch:
+        patch.setattr(ADAPTERS, "_read", lambda *_: pytest.fail("read on the model's thread"))
+        held = [ADAPTERS.holds(each) for each in named]
+    assert held == [False] + [True] * MOST_WAITING
+    assert ADAPTERS.holds(named[0], reads=True)
+    assert ADAPTERS.holds(named[0])
+
+
 def test_files_that_are_replaced_between_lookup_and_loading_are_noticed(tmp_path):
     folder, manager = write(tmp_path / "a"), engine()
     promised = Adapter(ask(folder), (ADAPTERS.content(ask(folder)),))
@@ -212,7 +227,7 @@ def test_an_adapter_that_was_another_one_in_between_holds_nothing(tmp_path):
     named = Adapter(ask(folder), (ADAPTERS.content(ask(folder)),))
     for seed in (1, 0):
         manager.add_adapter(ask(other, 2))
-        assert ADAPTERS.holds(named) == (seed == 1)
+        assert ADAPTERS.holds(named, reads=True) == (seed == 1)
         write(folder, seed=seed)
         manager.add_adapter(ask(folder))
         assert not ADAPTERS.holds(named)

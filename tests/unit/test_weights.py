@@ -30,6 +30,7 @@ from lmcache_hybrid.core.errors import UnknownWeightsError
 from lmcache_hybrid.core.groups import plan_groups
 from lmcache_hybrid.identity import weights
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, weights_identity
+from vllm_patch import loaders
 
 from .helpers import OPTIONS
 from .layouts import N, build
@@ -333,6 +334,24 @@ def test_a_tensor_without_bytes_is_refused_and_still_loaded(hybrid_log):
     assert [name for name, _ in stream.read(content)] == ["a", "b", "c"]
     assert stream.identity(nn.Module()) is None
     assert "Cannot read the bytes of weight b" in hybrid_log.text
+
+
+def test_what_a_drafter_skips_of_its_targets_checkpoint_is_not_read():
+    class Drafter(nn.Module):
+        def is_unused_checkpoint_weight(self, name):
+            return not name.startswith("mtp.")
+
+        def load_weights(self, weights):
+            return [name for name, _ in weights]
+
+    found = set()
+    for rest in (torch.empty(3, device="meta"), torch.ones(3)):
+        stream, model = WeightsStream(), Drafter()
+        with loaders._streamed(model, stream):
+            read = model.load_weights([("mtp.a", torch.ones(2)), ("model.b", rest)])
+        assert read == ["mtp.a", "model.b"], "vLLM itself leaves out what it skips"
+        found.add(stream.identity(model))
+    assert len(found) == 1 and None not in found
 
 
 def test_engines_without_the_connector_are_left_alone(granite, model_folder, monkeypatch):

@@ -360,7 +360,7 @@ LMCACHE = (
     *attributes(
         "lmcache.v1.memory_allocators.mixed_memory_allocator",
         "MixedMemoryAllocator",
-        "buffer",
+        "buffer _unregistered",
     ),
     # lmcache_hybrid/core/lmcache_stats.py
     *(

@@ -4,7 +4,7 @@
 from tests.compat.names.resolver import Hook, attributes
 
 _CONFIGURATION = "vllm_patch/configuration.py"
-_COMPAT = "vllm_patch/compat.py"
+_COMPAT = "vllm_patch/scheduler_repairs.py"
 _CPU = "vllm_patch/cpu.py"
 _PARTIAL = "vllm_patch/partial_hits.py"
 _SESSIONS = "vllm_patch/sessions.py"
@@ -213,7 +213,7 @@ VLLM = (
         replaced_in=_CPU,
     ),
     *attributes(_SPECS, "MambaSpec", "num_prefill_checkpoint_blocks prefill_checkpoint_alignment"),
-    # vllm_patch/compat.py
+    # vllm_patch/scheduler_repairs.py
     Hook(_SCHEDULER, "Scheduler.kv_holding_waiting", replaced_in=_COMPAT),
     Hook(
         _SCHEDULER,
@@ -305,14 +305,17 @@ VLLM = (
         _SCHEDULER,
         "Scheduler",
         "_free_request_blocks aux_output_connector encoder_cache_manager kv_cache_config "
-        "kv_holding_waiting",
+        "kv_holding_waiting pause_state",
     ),
     Hook(_REQUEST, "Request.resumable"),
     *(
         Hook(_REQUEST, f"Request.{name}", replaced_in=_SESSIONS)
-        for name in ("num_computed_tokens", "spec_token_ids", "is_prefill_chunk", "num_preemptions")
+        for name in ("spec_token_ids", "is_prefill_chunk", "num_preemptions")
     ),
-    Hook(_REQUEST, "RequestStatus.WAITING_FOR_STREAMING_REQ"),
+    *attributes(
+        _REQUEST, "RequestStatus", "WAITING PREEMPTED WAITING_FOR_STREAMING_REQ FINISHED_ERROR"
+    ),
+    Hook("vllm.v1.core.sched.interface", "PauseState.PAUSED_NEW"),
     Hook(
         _SCHEDULER,
         "Scheduler._mamba_block_aligned_split",
@@ -510,12 +513,17 @@ VLLM = (
     ),
     Hook(_CONFIG, "CacheConfig.kv_cache_layout", replaced_in=_DOCTOR),
     *attributes(_CONFIG, "CacheConfig", "cache_dtype use_replayssm kv_offloading_size"),
+    *attributes(_CONFIG, "CacheConfig", "gpu_memory_utilization kv_cache_memory_bytes"),
     Hook(_CONFIG, "KVTransferConfig.kv_connector_module_path"),
     *attributes(_CONFIG, "CacheConfig", "replayssm_buffer_len enable_prefix_caching"),
     Hook(_CONFIG, "LoadConfig.load_format"),
     *attributes(_CONFIG, "MambaConfig", "backend enable_stochastic_rounding"),
     *attributes(_CONFIG, "ParallelConfig", "world_size rank tensor_parallel_size"),
-    *attributes(_CONFIG, "ParallelConfig", "local_world_size"),
+    *attributes(_CONFIG, "ParallelConfig", "local_world_size numa_bind numa_bind_nodes"),
+    Hook("vllm.model_executor.models.qwen3_next_mtp", "Qwen3NextMTP.is_unused_checkpoint_weight"),
+    Hook(_CONFIG, "VllmConfig.offload_config"),
+    Hook("vllm.config.offload", "OffloadConfig.uva"),
+    Hook("vllm.config.offload", "UVAOffloadConfig.cpu_offload_gb"),
     *attributes(_CONFIG, "LoRAConfig", "lora_dtype target_modules enable_tower_connector_lora"),
     *attributes(_CONFIG, "MultiModalConfig", "mm_processor_kwargs media_io_kwargs"),
     *attributes(_CONFIG, "MultiModalConfig", "video_pruning_rate mm_encoder_attn_dtype"),

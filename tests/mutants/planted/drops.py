@@ -112,8 +112,12 @@ MISTAKES = {
     },
     "lmcache_hybrid/storage/remote/redis.py": {
         "a drop fails where Redis has closed an idle connection": (
-            "            answers = [failure] * len(keys)\n",
-            "            raise failure\n",
+            "        again = [key for key, each in zip(keys, answers) if",
+            "        again = [_checked(each) for key, each in zip(keys, answers) if",
+        ),
+        "one node of a cluster that is lost makes all a miss": (
+            "        if lost and len(lost) == len(answers):\n",
+            "        if lost:\n",
         ),
     },
     "lmcache_hybrid/scheduler/arrivals.py": {

@@ -166,8 +166,8 @@ MISTAKES = {
             "        return []\n",
         ),
         "an idle engine publishes nothing more": (
-            "        return self._events is not None and self._events.pending\n",
-            "        return False\n",
+            "        if self._events is not None and self._events.pending:\n",
+            "        if False:\n",
         ),
         "a reset of vLLM's own cache hides what the store holds": passes(
             "            self._events.cleared()\n"
@@ -176,32 +176,6 @@ MISTAKES = {
     "lmcache_hybrid/protocol/record_reports.py": {
         "of the ranks' reports only the first one's reaches the scheduler": passes(
             "        self.reports.extend(events)\n"
-        ),
-    },
-    "lmcache_hybrid/scheduler_side.py": {
-        "prompts that earlier versions kept stay on disk": passes(
-            '        delete_old_prompts(folders_in("LMCache option local_disk", '
-            "config.local_disk))\n"
-        ),
-        "prompts that earlier versions kept stay in the second folder": (
-            'delete_old_prompts(folders_in("LMCache option local_disk", config.local_disk))',
-            'delete_old_prompts(folders_in("LMCache option local_disk", config.local_disk)[:1])',
-        ),
-    },
-    "lmcache_hybrid/storage/disk/files.py": {
-        "prompts that cannot be deleted end a start": (
-            "            except OSError as error:\n",
-            "            except FileExistsError as error:\n",
-        ),
-        "a link that has the name of prompts has somebody's file deleted": (
-            "                os.unlink(path)\n            except FileNotFoundError",
-            "                os.unlink(os.path.realpath(path))\n"
-            "            except FileNotFoundError",
-        ),
-    },
-    "lmcache_hybrid/tools/stored/folder_store.py": {
-        "a purge leaves prompts that earlier versions kept": passes(
-            "        delete_old_prompts(map(str, self._folders))\n"
         ),
     },
 }

@@ -321,8 +321,8 @@ MISTAKES = {
             "        return held\n",
         ),
         "an adapter that was another one in between is taken for the same": (
-            "        return said != UNKNOWN and said == self.content(adapter.lora)\n",
-            "        return said != UNKNOWN and said == self._known(adapter.lora)\n",
+            "        return said != UNKNOWN and said == self._content(adapter.lora, reads)\n",
+            "        return said != UNKNOWN and said == self._known(adapter.lora, reads)\n",
         ),
     },
     "lmcache_hybrid/protocol/prefix.py": {

@@ -13,7 +13,7 @@ MISTAKES = {
             '        except TimeoutError as error:\n            later = "the claims',
         ),
     },
-    "lmcache_hybrid/storage/silent_stores.py": {
+    "lmcache_hybrid/storage/silent_lookups.py": {
         "a store is blamed for a question that began too late": (
             "        return seconds > 0 and seconds >= FAIR_PART * self._longest\n",
             "        return seconds >= 0 * FAIR_PART\n",

@@ -64,15 +64,33 @@ MISTAKES = {
             "        for request in rest:\n            request.cancel()\n"
         ),
         "where S3 fails a lookup it says that nothing is there": (
-            "            if error.status == 404:\n                return False\n"
+            "            if error.status == 403 and not error.code:\n                return error\n"
             "            raise\n",
             "            return False\n",
+        ),
+        "without s3:ListBucket an object that is missing hides those that are there": (
+            " and time.monotonic() - self._let_in >= TRUSTED_SECONDS:\n",
+            ":\n",
+        ),
+        "objects that may not be read are taken for missing without a word": (
+            "self._let_in >= TRUSTED_SECONDS:\n",
+            "self._let_in < 0:\n",
+        ),
+        "a lookup in S3 that waits for credentials does not say so": (
+            "return silence or s3_failures.lack_of_credentials(theirs.credentials_provider)",
+            "return silence",
+        ),
+        "an error of S3's client that names credentials is not explained": never(
+            '        if isinstance(error, AwsCrtError) and "CREDENTIALS" in error.name:\n'
         ),
     },
     "lmcache_hybrid/config/stores/s3.py": {
         "a bucket's region may be missing": (
             '    if not extra.get("s3_region"):\n',
             '    if "s3_region" in extra and not extra["s3_region"]:\n',
+        ),
+        "a bucket with a dot, which AWS' certificates do not cover, is accepted": never(
+            '    if dotted and not extra.get("disable_tls"):\n'
         ),
         "a bucket without TLS is not told": never(
             '        if not (config.extra_config or {}).get("disable_tls"):\n'
@@ -122,6 +140,9 @@ MISTAKES = {
         "a certificate of S3 that nobody trusts is not told": (
             "        if tls:\n            said",
             "        if False:\n            said",
+        ),
+        "a certificate for another name is said to be of an unknown authority": never(
+            '            if "mismatch" in said:  # of host name or address\n'
         ),
         "a proxy that S3 does not pass is not told": always(
             "            if _passes(proxy, host, port, tls):\n"

@@ -89,7 +89,7 @@ MISTAKES = {
             "                call.cancel()\n",
         ),
     },
-    "vllm_patch/compat.py": {
+    "vllm_patch/scheduler_repairs.py": {
         "a restored state is not found again in vLLM's own cache": gone(
             "    publish_restored_states()\n"
         ),
@@ -220,7 +220,7 @@ MISTAKES = {
             "            pool.submit(go_on.wait)\n"
         ),
     },
-    "lmcache_hybrid/storage/remote/reader.py": {
+    "lmcache_hybrid/storage/remote/silent_reads.py": {
         "loads wait for a silent store one after the other": passes(
             "                self._silent = now\n"
         ),

@@ -50,6 +50,7 @@ MISTAKES = {
             "    options = connection_options(url) | {",
             "    options = {",
         ),
+        "Redis is told who the client is, and twemproxy ends the connection": gone(", **_QUIET"),
         "sentinels are asked without TLS": (
             "{name: options[name] for name in _OF_SENTINELS if name in options}",
             "{}",

@@ -89,7 +89,7 @@ MISTAKES = {
     "lmcache_hybrid/tools/sizing/to_write.py": {
         "plan writes a drafter that a shell takes apart": ("shlex.quote(value)", "value"),
     },
-    "vllm_patch/compat.py": {
+    "vllm_patch/scheduler_repairs.py": {
         "states are published where the step before ended, although none is late": (
             "            manager.use_eagle and isinstance(manager, MambaManager)\n",
             "            isinstance(manager, MambaManager)\n",

@@ -25,8 +25,8 @@ MISTAKES = {
             "            if self._put.stuck(1 << 30):\n",
         ),
         "a slow server counts as one that hangs": (
-            '        """Note progress of a call."""\n        self._moved = time.monotonic()\n',
-            '        """Note progress of a call."""\n',
+            "        self._check_open()\n        self._moved = time.monotonic()\n",
+            "        self._check_open()\n",
         ),
         "a late read of a file loses its memory": passes(
             "            job.add_done_callback(release_unread)\n"

@@ -62,7 +62,7 @@ MISTAKES = {
     "lmcache_hybrid/storage/remote/sockets.py": {
         "bytes count once their record is whole": gone("        got(received)\n"),
     },
-    "lmcache_hybrid/storage/remote/reader.py": {
+    "lmcache_hybrid/storage/remote/silent_reads.py": {
         "a read begins although its load was given up": (
             "            if self._silent >= promised or pace.late:\n                return None",
             "            if self._silent >= promised:\n                return None",

@@ -321,10 +321,6 @@ MISTAKES = {
             '        if str(answer).startswith("WRONGTYPE"):\n',
             "        if isinstance(answer, redis.ResponseError):\n",
         ),
-        "what an earlier release wrote beside a record outlives it": (
-            "for part in (METADATA, VALUE))",
-            "for part in (VALUE, VALUE))",
-        ),
     },
     "lmcache_hybrid/tools/stored/record_store.py": {
         "a cut value in Redis counts as being written": (
