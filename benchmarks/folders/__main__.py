@@ -22,8 +22,8 @@ from benchmarks.figures import header, markdown, page_of, read, replace, write
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey  # noqa: E402
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore  # noqa: E402
 from lmcache_hybrid.storage.record_format import digests_of, record_bytes  # noqa: E402
-from lmcache_hybrid.storage.remote.reader import READERS  # noqa: E402
 from lmcache_hybrid.storage.remote.record_connector import unwrapped  # noqa: E402
+from lmcache_hybrid.storage.remote.silent_reads import READERS  # noqa: E402
 from lmcache_hybrid.tools.standalone import make_engine  # noqa: E402
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder  # noqa: E402
 
