@@ -270,11 +270,11 @@ class HybridConnector(KVConnectorBase_V1):
         if refusal is not None:
             raise refusal
 
-    @guarded("nothing changes", _nothing)
     def _warn_of_scarce_memory(self) -> None:
         """Warn where pinned pools do not fit; the first rank of a host speaks for its others."""
-        pinned = any(cache.device.type != "cpu" for cache in self.kv_caches.values())
-        if not pinned or self._manager is None:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu() or self._manager is None:
             return
         parallel = self._vllm_config.parallel_config
         here = 1 if placed_by_ray(parallel) else parallel.local_world_size

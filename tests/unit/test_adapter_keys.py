@@ -126,12 +126,12 @@ def test_a_step_of_another_adapter_stores_nothing(worker_rig, monkeypatch):
     rig = worker_rig()
     (save,) = rig.save_metadata().saves
     save = SaveSpec(save.request_id, named(save.prefix), save.attention, save.states)
-    monkeypatch.setattr(rig.worker.loads._adapters, "holds", lambda adapter: False)
+    monkeypatch.setattr(rig.worker.loads._adapters, "holds", lambda adapter, reads=False: False)
     rig.worker.save(ConnectorMetadata(saves=(save,)))
     assert (
         not rig.store.records and rig.worker.counts.skipped_saves.items() == {"adapter": 1}.items()
     )
-    monkeypatch.setattr(rig.worker.loads._adapters, "holds", lambda adapter: True)
+    monkeypatch.setattr(rig.worker.loads._adapters, "holds", lambda adapter, reads=False: True)
     rig.worker.save(ConnectorMetadata(saves=(save,)))
     assert rig.store.records
 
@@ -161,7 +161,7 @@ def test_what_another_rank_computed_with_another_adapter_is_not_stored(
     rig = worker_rig()
     (save,) = rig.save_metadata().saves
     save = SaveSpec(save.request_id, named(save.prefix), save.attention, save.states)
-    monkeypatch.setattr(type(rig.worker.loads._adapters), "_known", lambda self, lora: b"1")
+    monkeypatch.setattr(type(rig.worker.loads._adapters), "_known", lambda *_: b"1")
     calls = on_ranks(monkeypatch, other)
     rig.worker.save(ConnectorMetadata(saves=(save,)))
     assert bool(rig.store.records) == bool(other[0]) and calls == [[1]]
@@ -190,13 +190,13 @@ def test_a_rank_without_a_store_answers_the_others(worker_rig, monkeypatch):
     assert calls == [[0], [0]]
 
 
-@pytest.mark.parametrize("answers", [[False], [True, False]], ids=["before", "meanwhile"])
-def test_a_load_of_another_adapter_fails(worker_rig, monkeypatch, answers):
+@pytest.mark.parametrize("held", [0, 1, 2], ids=["before", "meanwhile", "after"])
+def test_a_load_of_another_adapter_fails(worker_rig, monkeypatch, held):
     rig = worker_rig().saved()
     load = rig.load()
     object.__setattr__(load, "prefix", named(load.prefix))
-    left = [*answers, answers[-1]]
-    monkeypatch.setattr(rig.worker.loads._adapters, "holds", lambda adapter: left.pop(0))
+    left, adapters = [True] * held + [False] * 2, rig.worker.loads._adapters
+    monkeypatch.setattr(adapters, "holds", lambda adapter, reads=False: left.pop(0))
     results = rig.run(load)
     assert results.failed_recving == results.finished_recving == {"r"}
     assert dict(rig.worker.counts.failed_loads.items()) == {"adapter,none": 1}
@@ -208,14 +208,14 @@ def test_ranks_name_their_contents_in_order(worker_rig, lenient, monkeypatch):
     wire = test_rpc.Wire(2, 5000)
     try:
         contents = iter([b"1", b"2", UNKNOWN, b"2"])
-        monkeypatch.setattr(ADAPTERS, "_content", lambda lora: next(contents))
+        monkeypatch.setattr(ADAPTERS, "_content_that_stays", lambda *_: next(contents))
         assert sorted(wire.client.contents(LORA)) == [b"1", b"2"]
         assert sorted(wire.client.contents(LORA)) == [UNKNOWN, b"2"]
 
-        def broken(lora):
+        def broken(lora, reads):
             raise RuntimeError
 
-        monkeypatch.setattr(ADAPTERS, "_content", broken)
+        monkeypatch.setattr(ADAPTERS, "_content_that_stays", broken)
         assert wire.client.contents(LORA) == (UNKNOWN, UNKNOWN)
         assert worker.counts.caught_errors == lenient == {"adapter_content": 2}
     finally:

@@ -127,9 +127,11 @@ def test_bytes_are_counted_as_they_come(box):
     box.assert_pool_is_free()
 
 
-def test_the_time_to_connect_is_told_apart(box, tmp_path):
-    """However long it takes, it says nothing of how fast a value comes."""
-    with slow_box(box("redis").write(), tmp_path, first=1 << 20, more=False) as (other, server):
+def test_the_time_to_connect_is_told_apart(box, tmp_path, monkeypatch):
+    """However long a login takes, it says nothing of how fast a value comes."""
+    filled = box("redis").write()
+    monkeypatch.setenv("LMCACHE_HYBRID_REDIS_PASSWORD", "secret")
+    with slow_box(filled, tmp_path, first=1 << 20, more=False) as (other, server):
         server.greets = 0.2
         claim = other.store.claim(dict.fromkeys(KEYS[:1], "RemoteBackend"))
         pace = Pace(time.monotonic() + 60, record_bytes(SIZE))
